@@ -130,7 +130,6 @@ def test_a_pass_that_fails_for_good_leaves_no_hooks(folder, passes):
     trainer = budgeted("dpo", folder, preference_data(16, SEED), loss_type="aot")
     with failing(trainer, range(1000), True), pytest.raises(torch.OutOfMemoryError, match="on purpose"):
         trainer.train()
-    assert not trainer.flat.steps.is_again
     model = trainer.flat_base(trainer.model)
     model(input_ids=torch.tensor([[5, 6]]), use_cache=False).logits.sum().backward()
     assert any(p.grad is not None for p in model.parameters())

@@ -38,7 +38,6 @@ from trl_paddingfree.images.model import rules_of_all, vision_rules, why_no_imag
 from trl_paddingfree.model.edits import EditedRowsError
 from trl_paddingfree.trainers import collated
 from trl_paddingfree.trainers.registry import TRAINERS
-from trl_paddingfree.trainers.steps import Part
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 # bfloat16 keeps 8 bits of each figure; losses are means over many tokens, so that a part of the rounding cancels
@@ -85,7 +84,7 @@ def test_parts_with_images_come_last_and_not_beside_others_under_fsdp(engine, mo
     trainer = make_trainer("dpo", "shared", **on_images("llava", "dpo"), train_dataset=vision_pairs(8, SEED), **options)
     inputs = next(iter(trainer.get_train_dataloader()))
     if engine is None:
-        has_images = [part.inputs["flat_batch"].images is not None for part in trainer.parts_of(Part(inputs))]
+        has_images = [part.inputs["flat_batch"].images is not None for part in trainer.parts_of(inputs, False)]
         assert has_images == sorted(has_images)
         assert len(set(has_images)) == 2
         return
@@ -93,7 +92,7 @@ def test_parts_with_images_come_last_and_not_beside_others_under_fsdp(engine, mo
     monkeypatch.setattr(collated, "of_all_processes", lambda values, _: torch.tensor([values] * 2))
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
     with pytest.raises(ValueError, match="parts with images and parts without"):
-        trainer.parts_of(Part(inputs))
+        trainer.parts_of(inputs, False)
 
 
 def test_images_with_which_no_prefix_can_be_shared_are_said_to_be_so(monkeypatch, caplog):

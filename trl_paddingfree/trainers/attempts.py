@@ -39,11 +39,13 @@ class Attempt:
         self.attributes = {name: vars(trainer)[name] for name in (*trainer.changed_by_loss, "_total_train_tokens")}
         self.complete: dict[torch.Tensor, torch.Tensor] = {}  # gradients that a failed pass has changed
         self.dropping = ExitStack()  # hooks that drop gradients of these parameters
+        self.has_failed = False  # whether the pass is a repeated one
 
     def undo(self) -> None:
         """A pass has failed: put back what it has changed, so that it can be repeated."""
         metrics = self.trainer._metrics["train"]
         metrics.clear()
+        self.has_failed = True
         metrics.update({name: list(values) for name, values in self.metrics.items()})  # the repeated pass may fail, too
         self.trainer.flat.counts.new = [*self.counts]
         vars(self.trainer).update(self.attributes)
@@ -59,7 +61,7 @@ class Attempt:
                 self.dropping.enter_context(gradients_dropped([parameter]))  # at once: there may be no room for two
 
     def finish(self) -> None:
-        """A pass has succeeded: put the gradients in place that failed ones have completed."""
+        """The pass is over: put the gradients in place that failed attempts have completed."""
         self.dropping.close()
         for parameter, gradient in self.complete.items():
             parameter.grad = gradient

@@ -183,7 +183,7 @@ class FlatTrainer(Trainer):
             self.flat.prove(self, model)
             self.flat.plan(self, model)
         step = partial(super().training_step, model, num_items_in_batch=num_items_in_batch)
-        parts = self.parts_of(Part(inputs, is_normalized=num_items_in_batch is not None))
+        parts = self.parts_of(inputs, is_normalized=num_items_in_batch is not None)
         with self.flat.trained.must_train(self):
             loss = step(parts[0].inputs) if self.flat.steps is None else self.flat.steps.run(step, parts)
         self.refuse_edits()
@@ -201,12 +201,13 @@ class FlatTrainer(Trainer):
         for flat_model in self.flat.models:
             flat_model.edits.read()
 
-    def parts_of(self, whole: Part) -> list[Part]:
+    def parts_of(self, inputs: Inputs, is_normalized: bool) -> list[Part]:
         """
         The parts of a micro-batch, which are computed one after another; without a budget, there is one. If processes
-        make each backward pass together, all get the same number.
+        make each backward pass together, all get the same number. Of a loss that `is_normalized`, divided by the tokens
+        of the whole step, all weights are 1.
         """
-        return [whole]
+        return [Part(inputs)]
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         if self.flat.pads:  # without `when_flat`, because padded tokens are counted, too

@@ -6,6 +6,7 @@ from operator import itemgetter
 from typing import Any
 
 import numpy as np
+import torch
 from accelerate import DistributedType
 from accelerate.data_loader import SeedableRandomSampler
 from datasets import Dataset
@@ -26,7 +27,7 @@ from . import refusals
 from .base import FlatTrainer
 from .configs import Arguments
 from .runtime import when_flat
-from .steps import Part, weighted_parts
+from .steps import Part
 
 # How many of the largest examples are measured, for each way of being large
 _CANDIDATES = 16
@@ -208,26 +209,26 @@ class CollatedTrainer(FlatTrainer):
         if least > planner.budget:
             raise planner.too_small_for(batch, f"example {worst} of the training data")
 
-    def parts_of(self, whole: Part) -> list[Part]:
-        inputs, planner = whole.inputs, self.flat.planner
+    def parts_of(self, inputs: Inputs, is_normalized: bool) -> list[Part]:
+        planner = self.flat.planner
         if "flat_batch" not in inputs or (planner is not None and "rows" not in inputs):
             refuse_lost_batch(inputs)
-        batch, parts = inputs["flat_batch"], [whole]
-        is_alone = self.accelerator.num_processes == 1
+        batch, parts = inputs["flat_batch"], [Part(inputs)]
+        counts, is_alone = batch.counts, self.accelerator.num_processes == 1
         if planner is not None and self._adds_up and not (is_alone and planner.is_whole(batch)):
-            parts = self._weighted_parts(whole)
-        counts = [part.inputs["flat_batch"].counts for part in parts]
-        self.flat.counts.new.append(counts[0] if len(parts) == 1 else batch.counts.in_parts(counts))
+            parts = self._weighted_parts(inputs, is_normalized)
+            counts = counts.in_parts([part.inputs["flat_batch"].counts for part in parts])
+        self.flat.counts.new.append(counts)
         return [replace(part, inputs={n: x for n, x in part.inputs.items() if n != "rows"}) for part in parts]
 
-    def _weighted_parts(self, whole: Part) -> list[Part]:
-        """The parts of a micro-batch whose losses add up."""
+    def _weighted_parts(self, inputs: Inputs, is_normalized: bool) -> list[Part]:
+        """The parts of a micro-batch whose losses add up. Sizes, and weights by them, are counted on the host."""
         accelerator = self.accelerator
         # Those with images come last: DDP waits in the last part for gradients of all weights, the tower's too
-        batches = sorted(self._divided(whole.inputs), key=lambda part: part["flat_batch"].images is not None)
+        batches = sorted(self._divided(inputs), key=lambda part: part["flat_batch"].images is not None)
         most = len(batches)
         if is_sharded(accelerator) or accelerator.distributed_type == DistributedType.DEEPSPEED:
-            # Processes make each backward pass together, so those with fewer parts repeat one
+            # Processes make each backward pass together, so those with fewer parts compute the last again, masked
             is_mixed = len({part["flat_batch"].images is None for part in batches}) > 1
             most, is_mixed = of_all_processes([most, is_mixed], accelerator).amax(0).tolist()
             if is_mixed and accelerator.num_processes > 1:
@@ -237,8 +238,15 @@ class CollatedTrainer(FlatTrainer):
                     "`max_tokens_per_micro_batch`, leave it out, or train on examples that all have images."
                 )
             if most == 1:  # no process has divided its micro-batch; if one has, all gather metrics as of parts
-                return [whole]
-        return weighted_parts(batches, self.part_sizes, whole, most)
+                return [Part(inputs)]
+        sizes = [self.part_sizes(batch["rows"].rows if "rows" in batch else batch) for batch in batches]
+        total = max(sum(size["loss"] for size in sizes), 1)
+        weights = [1.0 if is_normalized else size["loss"] / total for size in sizes]
+        parts = list(map(Part, batches, sizes, weights))
+        if len(parts) < most:
+            masked = {**batches[-1], "attention_mask": torch.zeros_like(batches[-1]["attention_mask"])}
+            parts += [Part(masked, dict.fromkeys(sizes[-1], 0), 0.0)] * (most - len(parts))
+        return parts
 
     def _divided(self, inputs: Inputs) -> list[Inputs]:
         """The batches into which the planner divides one; that one alone, if it fits."""

@@ -222,8 +222,8 @@ class OnlineTrainer(FlatTrainer):
 
     @when_flat
     def _prepare_inputs(self, generation_batch):
-        steps = self.flat.steps
-        if steps is not None and steps.is_again and self.model.training:
+        steps = self.flat.steps if self.model.training else None
+        if steps is not None and steps.attempt.has_failed:
             return self._generated
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
@@ -233,7 +233,7 @@ class OnlineTrainer(FlatTrainer):
             windows = [self._buffered_inputs[first : first + size] for first in range(0, number, size)]
             self._buffered_inputs = [batch for window in windows for batch in by_prompt(window)]
             inputs = self._buffered_inputs[self._step % number]
-        if steps is not None and self.model.training:
+        if steps is not None:
             self._generated = inputs
             steps.remember()  # from here on: what generation has changed is not put back
         return inputs

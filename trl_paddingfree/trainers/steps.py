@@ -8,8 +8,7 @@ on others, is computed in slices beneath the loss, see [`~trl_paddingfree.model.
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,28 +40,6 @@ class Part:
     # because other processes compute one; `None` if no process has divided its micro-batch
     sizes: dict[str, int] | None = None
     weight: float = 1.0  # its loss times this adds up, over all parts, to the loss of the micro-batch
-    is_last: bool = True  # of its micro-batch: gradients are synchronized after it
-    is_normalized: bool = False  # its loss is divided by the tokens of the whole step, so that all weights are 1
-
-
-def weighted_parts(
-    batches: Sequence[Inputs], part_sizes: Callable[[Inputs], dict[str, int]], whole: Part, num_wanted: int
-) -> list[Part]:
-    """
-    The parts of a micro-batch, the `whole`, that was divided into `batches`. Their weights follow from `part_sizes`,
-    which are counted on the host.
-
-    There are `num_wanted` of them: where processes gather weights, or reduce gradients, in each pass, one with fewer
-    batches than others computes its last again, masked and with weight 0.
-    """
-    sizes = [part_sizes(batch["rows"].rows if "rows" in batch else batch) for batch in batches]
-    total = max(sum(size["loss"] for size in sizes), 1)
-    weights = [1.0 if whole.is_normalized else size["loss"] / total for size in sizes]
-    parts = list(map(partial(Part, is_last=False), batches, sizes, weights))
-    if len(parts) < num_wanted:
-        masked = {**batches[-1], "attention_mask": torch.zeros_like(batches[-1]["attention_mask"])}
-        parts += [Part(masked, dict.fromkeys(sizes[-1], 0), 0.0, is_last=False)] * (num_wanted - len(parts))
-    return [*parts[:-1], replace(parts[-1], is_last=True)]
 
 
 @contextmanager
@@ -105,28 +82,27 @@ class PartMetrics:
     def __init__(self, trainer: Any):
         self.trainer, self.accelerator = trainer, trainer.accelerator
         self.metrics, self.tokens_before = trainer._metrics["train"], trainer._total_train_tokens
-        # Of each metric: the sum of its values times their sizes, and the sum of sizes
-        self.sums: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))
+        # Of each metric: the sum of its values times their sizes, the sum of sizes, and how many parts have logged it
+        self.sums: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(3))
         self.extremes: dict[str, list[float]] = {name: [] for name in trainer.extremes}
-        self.logged: set[str] = set()  # metrics in `sums` that a part of this process has logged
 
     @contextmanager
     def of(self, sizes: dict[str, int]) -> Iterator[None]:
         """Within this context, TRL logs a part of these `sizes`, and nothing is exchanged between processes."""
         num_logged = {name: len(values) for name, values in self.metrics.items()}
         # Processes have different numbers of parts: one would wait for others in vain
-        local = dict.fromkeys(_COLLECTIVE, lambda tensor, *args, **kwargs: tensor)
-        with attributes_set((self.accelerator, name, function) for name, function in local.items()):
+        with attributes_set((self.accelerator, name, lambda tensor, *args, **kwargs: tensor) for name in _COLLECTIVE):
             yield
         for name in sizes.keys() - {"loss"}:
             self.sums[name] += 0  # only other processes may log it, and all have to gather the same names
-        for name in (name for name, values in self.metrics.items() if len(values) > num_logged.get(name, 0)):
-            value = self.metrics[name].pop()
+        for name, values in self.metrics.items():
+            if len(values) == num_logged.get(name, 0):
+                continue
+            value = values.pop()
             if name in self.extremes:
                 self.extremes[name].append(value)
             elif name in sizes:
-                self.sums[name] += (value * sizes[name] if sizes[name] else 0.0, sizes[name])  # `nan`, over nothing
-                self.logged.add(name)
+                self.sums[name] += (value * sizes[name] if sizes[name] else 0.0, sizes[name], 1)  # `nan`, over nothing
             elif name != "num_tokens" and name not in self.trainer.differences:
                 raise ValueError(
                     f"{type(self.trainer).__name__} logs `{name}`, and how parts of a micro-batch combine it is not "
@@ -136,23 +112,22 @@ class PartMetrics:
 
     def log(self) -> None:
         """Log the metrics of the whole micro-batch, over all parts of all processes."""
-        names = sorted(self.sums)
-        means = {}
+        trainer, names, means = self.trainer, sorted(self.sums), {}
         values = [x for name in names for x in self.sums[name]]
-        values.append(self.trainer._total_train_tokens - self.tokens_before)
-        *totals, tokens = of_all_processes(values, self.accelerator).sum(0).tolist()
-        for name, total, size in zip(names, totals[::2], totals[1::2], strict=True):
-            if size or name in self.logged:
+        values.append(trainer._total_train_tokens - self.tokens_before)
+        totals = of_all_processes(values, self.accelerator).sum(0)
+        for name, (total, size, times) in zip(names, totals[:-1].view(len(names), 3).tolist(), strict=True):
+            if times:
                 means[name] = total / max(size, 1)
                 self.metrics[name].append(means[name])
-        for name, extreme in self.trainer.extremes.items():
+        for name, extreme in trainer.extremes.items():
             of_each = of_all_processes([extreme(self.extremes[name])], self.accelerator)
             self.metrics[name].append(extreme(of_each[:, 0].tolist()))
-        for name, (one, other) in self.trainer.differences.items():
+        for name, (one, other) in trainer.differences.items():
             if one in means and other in means:
                 self.metrics[name].append(means[one] - means[other])
-        self.trainer._total_train_tokens = self.tokens_before + int(tokens)
-        self.metrics["num_tokens"] = [self.trainer._total_train_tokens]
+        trainer._total_train_tokens = self.tokens_before + int(totals[-1])
+        self.metrics["num_tokens"] = [trainer._total_train_tokens]
 
 
 class TrainingSteps:
@@ -163,7 +138,6 @@ class TrainingSteps:
         self.part: Part | None = None  # the part that is being computed; `None` if the micro-batch is not divided
         self.is_weighted = False  # whether the loss of this part has its weight
         self.attempt: Attempt  # what the pass that is being made changes, as it was before
-        self.is_again = False  # whether an allocation has failed in this pass before
 
     def run(self, step: Step, parts: Sequence[Part]) -> torch.Tensor:
         """
@@ -172,23 +146,12 @@ class TrainingSteps:
         """
         metrics = None if parts[0].sizes is None else PartMetrics(self.trainer)
         losses: list[torch.Tensor] = []
-        for part in parts:
+        for number, part in enumerate(parts, 1):
             self.remember()
             try:
-                while True:
-                    try:
-                        losses.append(self._run_pass(step, part, metrics))
-                        self.attempt.finish()
-                    except RuntimeError as error:
-                        halve(self.planner, error)
-                    else:
-                        break
-                    # Not within `except`: until the error is gone, its frames hold the memory of the pass
-                    self.is_again = True
-                    self.attempt.undo()
+                losses.append(self._run_pass(step, part, metrics, number == len(parts)))
             finally:
-                self.is_again = False
-                self.attempt.dropping.close()
+                self.attempt.finish()
         if metrics is not None:
             metrics.log()
         return torch.stack(losses).sum()
@@ -198,26 +161,31 @@ class TrainingSteps:
         self.planner.current = None
         self.attempt = Attempt(self.trainer)
 
-    def _run_pass(self, step: Step, part: Part, metrics: PartMetrics | None) -> torch.Tensor:
+    def _run_pass(self, step: Step, part: Part, metrics: PartMetrics | None, is_last: bool) -> torch.Tensor:
         """The loss of a part after its passes. Without `metrics` it is a whole micro-batch, whose metrics TRL logs."""
-        trainer, inputs = self.trainer, part.inputs
-        if metrics is None:
-            loss = step(inputs)
-        else:
-            assert part.sizes is not None
-            self.part, self.is_weighted = part, False
-            try:
-                with synchronizing(trainer.accelerator, trainer.model_wrapped, part.is_last), metrics.of(part.sizes):
-                    loss = step(inputs)
-            finally:
-                self.part = None
-            if not self.is_weighted:
-                raise ValueError(
-                    f"`{type(trainer).__name__}.compute_loss` does not call `super().compute_loss`, which weights "
-                    "the losses of parts: call it, or leave `memory_budget` and `max_tokens_per_micro_batch` out."
-                )
-        self.planner.finish(has_stepped=trainer.state.global_step > 0)
-        return loss
+        trainer = self.trainer
+        try:
+            if metrics is None:
+                loss = step(part.inputs)
+            else:
+                assert part.sizes is not None
+                self.part, self.is_weighted = part, False
+                with synchronizing(trainer.accelerator, trainer.model_wrapped, is_last), metrics.of(part.sizes):
+                    loss = step(part.inputs)
+                if not self.is_weighted:
+                    raise ValueError(
+                        f"`{type(trainer).__name__}.compute_loss` does not call `super().compute_loss`, which weights "
+                        "the losses of parts: call it, or leave `memory_budget` and `max_tokens_per_micro_batch` out."
+                    )
+            self.planner.finish(has_stepped=trainer.state.global_step > 0)
+            return loss
+        except RuntimeError as error:
+            halve(self.planner, error)
+        finally:
+            self.part = None
+        # Not within `except`: until the error is gone, its frames hold the memory of the pass
+        self.attempt.undo()
+        return self._run_pass(step, part, metrics, is_last)
 
     def weighted(self, loss: torch.Tensor | tuple[torch.Tensor, Any]) -> torch.Tensor | tuple[torch.Tensor, Any]:
         """The loss of the part that is being computed times its weight; with the other outputs, if there are any."""
