@@ -246,7 +246,7 @@ REFUSED = {
     "padded": ("dpo", "llama", {"padding_free": False}, "Leave it out for padded rows"),
     "logits": ("sft", "llama", {"label_smoothing_factor": 0.1}, "cannot be combined with `label_smoothing_factor`"),
     "sampler": ("dpo", "llama", {"train_sampling_strategy": "batch_rebalance"}, "examples of its own"),
-    "compiled": ("dpo", "llama", {"torch_compile": True}, "cannot be combined with `torch_compile=True`"),
+    "compiled": ("dpo", "llama", {"torch_compile": True}, "cannot be combined with `torch_compile`"),
     "different": ("dpo", "llama", {"differs": True}, "have been given different batches"),
 }
 

@@ -106,8 +106,6 @@ class FlatTrainer(Trainer):
         refuse_moved_names(type(self), self)
         refusals.warn_of_precision(self.accelerator.mixed_precision, config)
         self.padding_free = True
-        if self.task.vision_collator is None:  # only now: TRL has refused in its own words what it refuses of images
-            refusals.refuse_images(arguments)
         self.start_flat()
         bases = [self.flat_base(model) for model in self.flat_models()]
         # Once log-probabilities of the reference are precomputed, TRL has dropped it
@@ -131,6 +129,8 @@ class FlatTrainer(Trainer):
         """Refuse arguments of the trainer that cannot be combined with flat batches, or with a budget."""
         refusals.refuse_unflattenable(arguments, self.collator_of(has_images(arguments.get("train_dataset"))))
         refusals.refuse_beside_budget(self.flat.options, arguments["args"])
+        if self.task.vision_collator is None:
+            refusals.refuse_images(arguments)
 
     def collator_of(self, with_images: bool) -> type:
         """The collator class that gives flat batches of data with or without images."""

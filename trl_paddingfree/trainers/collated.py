@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import cached_property
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -18,14 +17,13 @@ from ..data.lengths import example_tokens, example_work, has_known_lengths, row_
 from ..flat.batch import Inputs
 from ..flat.counts import BatchCounts, of_all_processes
 from ..images.collate import FlatVisionCollator
-from ..images.examples import ImageProbe, first_examples, has_images
+from ..images.examples import ImageProbe, first_examples
 from ..memory.engine import is_sharded
 from ..memory.planner import MemoryPlanner
 from ..model.edits import refuse_lost_batch, refuse_lost_values
 from ..model.restored import attributes_set
 from . import refusals
 from .base import FlatTrainer
-from .configs import Arguments
 from .runtime import when_flat
 from .steps import Part
 
@@ -47,11 +45,6 @@ class CollatedTrainer(FlatTrainer):
     # What TRL's trainers set
     _train_batch_size: int
     _is_vision_dataset: bool = False
-
-    def refuse_arguments(self, arguments: Arguments) -> None:
-        super().refuse_arguments(arguments)
-        if has_images(arguments.get("train_dataset")):
-            refusals.refuse_to_arrange_images(self.flat.options)
 
     def start_flat(self) -> None:
         """Prove the models, and have the collator make flat batches. Does nothing if called again."""
@@ -121,20 +114,21 @@ class CollatedTrainer(FlatTrainer):
         return self.example_lengths()
 
     def refuse_options(self) -> None:
-        options, limits = self.flat.options, self.flat.rotary_limits()
-        if options.arrange_micro_batches != "none":
-            rotary = [
-                f"`rope_type={kind!r}` and rows of more than {length} tokens"
-                for kind, length in limits.items()
-                if self.exceeds(length)
-            ]
+        options, group, multiple = self.flat.options, self.flat.group, self.collated_by("pad_to_multiple_of")
+        arranges, rotary = options.arrange_micro_batches != "none", []
+        for kind, length in self.flat.rotary_limits().items():
+            if multiple and self.exceeds(length // multiple * multiple):  # rows are longer by their padding
+                raise ValueError(
+                    f"`pad_to_multiple_of={multiple}`: with `rope_type={kind!r}`, padding that reaches beyond {length} "
+                    "tokens changes the frequencies of all rows. Leave `pad_to_multiple_of` out."
+                )
+            if group is not None and self.exceeds(length):
+                raise ValueError(group.too_long(kind, length))
+            if arranges and self.exceeds(length):
+                rotary.append(f"`rope_type={kind!r}` and rows of more than {length} tokens")
+        if arranges:
             refusals.refuse_to_move(options, [*self.coupled_by(), *rotary, *self.weighed_by_micro_batch()])
             refusals.refuse_to_look_ahead(options, self.train_dataset, self.args)
-        if self.flat.group is not None:
-            for kind, length in limits.items():
-                if self.exceeds(length):
-                    raise ValueError(self.flat.group.too_long(kind, length))
-        refusals.refuse_rotary_padding(self.collated_by("pad_to_multiple_of"), limits, self.exceeds)
         if options.has_budget and self._adds_up:
             refusals.refuse_lost_gradients(self.accelerator.state.deepspeed_plugin, self.args)
 
@@ -142,18 +136,18 @@ class CollatedTrainer(FlatTrainer):
     def _get_train_sampler(self, *args, **kwargs):
         sampler: Any = super()._get_train_sampler(*args, **kwargs)
         flat = self.flat
-        if flat.route is None or flat.options.arrange_micro_batches == "none":
+        if flat.options.arrange_micro_batches == "none":
             return sampler
         if isinstance(sampler, RandomSampler) and self.args.accelerator_config.use_seedable_sampler:
             # accelerate puts this one in its place, but would not find it within ours
             sampler = SeedableRandomSampler(sampler.data_source, data_seed=self.args.data_seed)
         batch_size = self._train_batch_size  # not that of `args`, which `auto_find_batch_size` leaves as it was
-        processes = self.accelerator.num_processes // self.flat.options.sequence_parallel_size
+        processes = self.accelerator.num_processes // flat.options.sequence_parallel_size
         if flat.options.arrange_micro_batches == "prefix":
             arrange = by_prefix(self.train_dataset, self.task.token_columns[0])
         else:
             hidden_size = self.model.config.get_text_config().hidden_size
-            work = example_work(self.example_lengths(), flat.route.prefix_sharing, hidden_size)
+            work = example_work(self.example_lengths(), flat.trained.route.prefix_sharing, hidden_size)
             arrange = by_tokens(work, batch_size, processes)
         step_size = batch_size * processes * self.args.gradient_accumulation_steps
         wraps = processes > 1 and not self.args.dataloader_drop_last
@@ -189,25 +183,27 @@ class CollatedTrainer(FlatTrainer):
             return  # no length is known before an example comes: then the planner refuses it
         lengths = self.item_lengths()
         tokens = example_tokens(lengths, self.flat.trained.route.prefix_sharing)
-        longest = row_lengths(lengths).max(1)
         if planner.why_whole:
             planner.refuse_oversized(int(tokens.max()), f"example {tokens.argmax()}")
         if planner.needs is None:
             return
         # Layers need most for the most tokens, attention for the longest row, and the head for the longest completions.
         # The example that needs most in all is taken to be among the largest by one of these
-        measures = (tokens, longest, lengths[:, -2:].sum(1))
+        measures = (tokens, row_lengths(lengths).max(1), lengths[:, -2:].sum(1))
         candidates = {int(i) for measure in measures for i in np.argsort(measure, kind="stable")[-_CANDIDATES:]}
         collator = replace(self.data_collator, keeps_rows=True)
+        batches = [
+            (batch, f"example {i} of the training data")
+            for i in candidates
+            for batch in collator([self.train_dataset[i]])["rows"].alone()
+        ]
         if not self._adds_up:  # a micro-batch is not divided into parts: all of it has to fit
             largest = np.argsort(tokens, kind="stable")[-self._train_batch_size :]
             batch = collator([self.train_dataset[int(i)] for i in largest])["flat_batch"]
-            if planner.least_bytes(batch) > planner.budget:
-                raise planner.too_small_for(batch, "a micro-batch of the largest examples")
-        alone = ((i, batch) for i in candidates for batch in collator([self.train_dataset[i]])["rows"].alone())
-        least, worst, batch = max(((planner.least_bytes(batch), i, batch) for i, batch in alone), key=itemgetter(0))
-        if least > planner.budget:
-            raise planner.too_small_for(batch, f"example {worst} of the training data")
+            batches.append((batch, "a micro-batch of the largest examples"))
+        batch, name = max(batches, key=lambda each: planner.least_bytes(each[0]))
+        if planner.least_bytes(batch) > planner.budget:
+            raise planner.too_small_for(batch, name)
 
     def parts_of(self, inputs: Inputs, is_normalized: bool) -> list[Part]:
         planner = self.flat.planner
@@ -269,7 +265,7 @@ class CollatedTrainer(FlatTrainer):
 
     def padded_counts(self, inputs: Inputs) -> BatchCounts:
         slots = inputs["input_ids"].numel()
-        return BatchCounts(slots, 0, slots, 0)
+        return BatchCounts(slots, padded=slots)
 
     def total_counts(self) -> BatchCounts:
         total = super().total_counts()

@@ -4,12 +4,11 @@ All processes of a group get the same examples, and compute the same loss. accel
 from tensor parallelism: their data loaders give a group the same batches, and `get_tp_size` is its size.
 """
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import recursively_apply
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from ..images.examples import has_images
 from ..model.restored import attributes_set
@@ -18,9 +17,6 @@ from .configs import Arguments
 
 if TYPE_CHECKING:
     from .runtime import Runtime
-
-# The dimensions of a mesh along which accelerate's data loaders give processes different batches, and the same
-_DIFFERENT, _SAME = "dp_replicate", "tp"
 
 
 def refuse_ungrouped(trainer_class: Any, flat: "Runtime", arguments: Arguments) -> None:
@@ -40,16 +36,17 @@ def refuse_ungrouped(trainer_class: Any, flat: "Runtime", arguments: Arguments) 
             f"{option} does not divide the {config.world_size} processes of this run: launch a multiple of it "
             "(`accelerate launch --num_processes`, on CPUs `torchrun --nproc_per_node`), or set it to a divisor."
         )
-    logits = "it wants logits of all tokens in one place"
-    apart = "it gives each process examples of its own"
-    for name, is_set, reason in (
-        *((name, arguments.get(name), logits) for name in ("compute_metrics", "compute_loss_func")),
-        *((name, vars(config)[name], logits) for name in ("label_smoothing_factor", "eval_use_gather_object")),
-        ("train_sampling_strategy='batch_rebalance'", config.train_sampling_strategy == "batch_rebalance", apart),
-        ("auto_find_batch_size", config.auto_find_batch_size, "a process would begin again while others wait"),
-        ("torch_compile=True", config.torch_compile, "what processes exchange is not compiled"),
-    ):
-        if is_set:
+    given = {**vars(config), **arguments}
+    wanting_logits = ("compute_metrics", "compute_loss_func", "label_smoothing_factor", "eval_use_gather_object")
+    rebalances = "train_sampling_strategy='batch_rebalance'"
+    given[rebalances] = config.train_sampling_strategy == "batch_rebalance"
+    for name, reason in {
+        **dict.fromkeys(wanting_logits, "it wants logits of all tokens in one place"),
+        rebalances: "it gives each process examples of its own",
+        "auto_find_batch_size": "a process would begin again while others wait",
+        "torch_compile": "what processes exchange is not compiled",
+    }.items():
+        if given.get(name):
             raise ValueError(f"{option} cannot be combined with `{name}`: {reason}. Leave one of them out.")
 
 
@@ -63,21 +60,19 @@ def form_group(accelerator: Any, size: int) -> SequenceGroup:
             "launch with another configuration."
         )
     shape = accelerator.num_processes // size, size
-    mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=(_DIFFERENT, _SAME))
-    # Data loaders alone get to see the mesh: engines go on to shard and average over all processes
-    accelerator.prepare_data_loader = partial(_with_mesh, accelerator, accelerator.prepare_data_loader, mesh)
+    # Along these dimensions, accelerate's data loaders give processes different batches, and the same
+    mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp_replicate", "tp"))
+    prepare, gather = accelerator.prepare_data_loader, accelerator.gather
+
+    def prepare_with_mesh(*args: Any, **kwargs: Any) -> Any:
+        # Data loaders alone get to see the mesh: engines go on to shard and average over all processes
+        with attributes_set([(accelerator.state, "device_mesh", mesh)]):
+            return prepare(*args, **kwargs)
+
+    def of_one_process(x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(0, (accelerator.num_processes, -1))[::size].flatten(0, 1)  # of each group
+
+    accelerator.prepare_data_loader = prepare_with_mesh
     # With one entry per example, what accelerate has added to fill the last batch is cut off as without groups
-    accelerator.gather = partial(_of_each_group, accelerator.gather, size)
-    return SequenceGroup(mesh[_SAME].get_group(), accelerator.device)
-
-
-def _with_mesh(accelerator: Any, prepare: Any, mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Any:
-    """What `prepare` makes of a data loader: one that gives all processes of a group the same batches."""
-    with attributes_set([(accelerator.state, "device_mesh", mesh)]):
-        return prepare(*args, **kwargs)
-
-
-def _of_each_group(gather: Any, size: int, tensors: Any) -> Any:
-    """What `gather` gives, of one process of each group."""
-    processes = torch.distributed.get_world_size()
-    return recursively_apply(lambda x: x.unflatten(0, (processes, -1))[::size].flatten(0, 1), gather(tensors))
+    accelerator.gather = lambda tensors: recursively_apply(of_one_process, gather(tensors))
+    return SequenceGroup(mesh["tp"].get_group(), accelerator.device)

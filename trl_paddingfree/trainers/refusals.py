@@ -1,7 +1,6 @@
 """Refusals of what flat batches rule out: each `ValueError` names an argument, its value, and what to change."""
 
 import os
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from trl import SFTConfig
 from .. import upstream
 from ..data.lengths import AnyDataset, has_known_lengths
 from ..data.validate import column_names, refuse_bad_tokens, refuse_misspelt_roles
+from ..images.examples import has_images
 from ..memory.device import budget_bytes
 from ..model import architecture
 from ..model.adapters import why_padded_by
@@ -134,8 +134,11 @@ def warn_of_padding(trainer_class: "type[FlatTrainer]", config: TrainingArgument
         )
         return
     always = ("padding_free", "prefix_sharing")  # the one that is `False`, and one whose default is the trainer's
-    defaults = {option.name: option.default for option in fields(PaddingFreeOptions) if option.name not in always}
-    idle = [f"`{name}={vars(config)[name]!r}`" for name, value in defaults.items() if vars(config)[name] != value]
+    idle = [
+        f"`{option.name}={value!r}`"
+        for option in fields(PaddingFreeOptions)
+        if option.name not in always and (value := vars(config)[option.name]) != option.default
+    ]
     if idle:
         logger.warning(
             f"{trainer_class.__name__} {as_trl} `padding_free=False`, so these have no effect: {', '.join(idle)}."
@@ -223,6 +226,11 @@ def refuse_to_move(options: PaddingFreeOptions, reasons: list[str]) -> None:
 def refuse_to_look_ahead(options: PaddingFreeOptions, train_dataset: AnyDataset, config: TrainingArguments) -> None:
     """Refuse `arrange_micro_batches` for data of unknown lengths, and for data that transformers arranges itself."""
     arranging = f"`arrange_micro_batches={options.arrange_micro_batches!r}`"
+    if has_images(train_dataset):
+        raise ValueError(
+            f"{arranging} goes by the lengths of all examples, and TRL processes images on the fly: those of examples "
+            "with images are not known before. Leave it out."
+        )
     if not has_known_lengths(train_dataset):
         raise ValueError(
             f"{arranging} needs a data set of known length to look ahead in, and a streaming one, or one with a "
@@ -232,28 +240,6 @@ def refuse_to_look_ahead(options: PaddingFreeOptions, train_dataset: AnyDataset,
         raise ValueError(
             f"{arranging} and `train_sampling_strategy='batch_rebalance'` both decide which examples share a "
             "micro-batch: leave one of them out."
-        )
-
-
-def refuse_rotary_padding(multiple: int | None, limits: dict[str, int], exceeds: Callable[[int], bool]) -> None:
-    """
-    Refuse padding to a `multiple` that reaches beyond one of the `limits`, by the kind of rotary frequencies: longer
-    rows, padding included, change these. `exceeds` says whether a row of training may be longer than a length.
-    """
-    for kind, length in limits.items():
-        if multiple and exceeds(length // multiple * multiple):
-            raise ValueError(
-                f"`pad_to_multiple_of={multiple}`: with `rope_type={kind!r}`, padding that reaches beyond {length} "
-                "tokens changes the frequencies of all rows. Leave `pad_to_multiple_of` out."
-            )
-
-
-def refuse_to_arrange_images(options: PaddingFreeOptions) -> None:
-    """Refuse `arrange_micro_batches` for data with images: lengths are not known before these are processed."""
-    if options.arrange_micro_batches != "none":
-        raise ValueError(
-            f"`arrange_micro_batches={options.arrange_micro_batches!r}` goes by the lengths of all examples, and TRL "
-            "processes images on the fly: those of examples with images are not known before. Leave it out."
         )
 
 

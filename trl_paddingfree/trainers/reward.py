@@ -1,8 +1,5 @@
 """Reward models without padding."""
 
-from collections.abc import Callable
-from typing import ClassVar
-
 import numpy as np
 from peft import PeftConfig, TaskType
 from trl import RewardConfig, RewardTrainer
@@ -15,7 +12,6 @@ from ..data.validate import check_preferences, column_names, log_dropped, refuse
 from ..flat.batch import Inputs
 from .collated import CollatedTrainer
 from .configs import Arguments, PaddingFreeRewardConfig
-from .refusals import refuse_images
 from .runtime import when_flat
 
 REWARD = Task(
@@ -55,11 +51,10 @@ class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
     task = REWARD
     trl_trainer, trl_config = RewardTrainer, RewardConfig
     config_class = PaddingFreeRewardConfig
-    extremes: ClassVar[dict[str, Callable[..., float]]] = {"min_reward": min, "max_reward": max}
+    extremes = {"min_reward": min, "max_reward": max}
 
     def refuse_arguments(self, arguments: Arguments) -> None:
         super().refuse_arguments(arguments)
-        refuse_images(arguments)  # TRL knows of none here, and would tokenize the messages that hold them
         peft_config = arguments.get("peft_config")
         if isinstance(peft_config, PeftConfig) and peft_config.task_type == TaskType.CAUSAL_LM:
             raise ValueError(
