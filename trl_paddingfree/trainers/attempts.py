@@ -29,29 +29,32 @@ class Attempt:
     def __init__(self, trainer: Any):
         self.trainer, device = trainer, trainer.accelerator.device
         # PyTorch counts how often each tensor was changed
-        trained = [p for p in trainer.model.parameters() if p.requires_grad]
-        self.versions = [(p, None if p.grad is None else p.grad._version) for p in trained]
+        self.versions = [
+            (p, None if p.grad is None else p.grad._version) for p in trainer.model.parameters() if p.requires_grad
+        ]
         self.random = torch.get_rng_state()
-        self.on_device = None if device.type == "cpu" else torch.get_device_module(device)
-        self.device_random = None if self.on_device is None else self.on_device.get_rng_state(device)
+        self.device_random = None
+        if device.type != "cpu":
+            self.device_random = torch.get_device_module(device).get_rng_state(device)
         self.metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
         self.counts = [*trainer.flat.counts.new]
         self.attributes = {name: vars(trainer)[name] for name in (*trainer.changed_by_loss, "_total_train_tokens")}
+        self.has_failed = False  # whether the pass is a repeated one
         self.complete: dict[torch.Tensor, torch.Tensor] = {}  # gradients that a failed pass has changed
         self.dropping = ExitStack()  # hooks that drop gradients of these parameters
-        self.has_failed = False  # whether the pass is a repeated one
 
     def undo(self) -> None:
         """A pass has failed: put back what it has changed, so that it can be repeated."""
+        self.has_failed = True
         metrics = self.trainer._metrics["train"]
         metrics.clear()
-        self.has_failed = True
         metrics.update({name: list(values) for name, values in self.metrics.items()})  # the repeated pass may fail, too
         self.trainer.flat.counts.new = [*self.counts]
         vars(self.trainer).update(self.attributes)
         torch.set_rng_state(self.random)
-        if self.on_device is not None:
-            self.on_device.set_rng_state(self.device_random, self.trainer.accelerator.device)
+        if self.device_random is not None:
+            device = self.trainer.accelerator.device
+            torch.get_device_module(device).set_rng_state(self.device_random, device)
             torch.accelerator.empty_cache()
         for parameter, version in self.versions:
             gradient = parameter.grad

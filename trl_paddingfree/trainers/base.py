@@ -28,7 +28,7 @@ from ..model.restored import attributes_set
 from ..versions import naming_versions, refuse_moved_names
 from . import refusals
 from .checkpoints import append_to_card, checkpoint_to_resume, invalidate, naming_weights
-from .configs import Arguments, config_of, given_datasets, options_of, silence
+from .configs import Arguments, PaddingFreeOptions, config_of, given_datasets, silence
 from .groups import form_group, refuse_ungrouped
 from .runtime import Runtime, when_flat
 from .steps import Part, weigh_last_batch
@@ -78,15 +78,15 @@ class FlatTrainer(Trainer):
 
         def __init__(self, *args, **kwargs):
             """Run TRL's `__init__` with the arguments that its signature gives them, and make the trainer flat."""
-            arguments = inspect.signature(self.trl_trainer.__init__).bind(self, *args, **kwargs).arguments
-            del arguments["self"]
-            self._init(arguments)
+            self._init(inspect.signature(self.trl_trainer).bind(*args, **kwargs).arguments)
 
     @naming_versions()
     def _init(self, arguments: Arguments) -> None:
         silence()
         arguments["args"] = config = config_of(type(self), arguments)
-        options = options_of(type(self), config)
+        options: Any = config
+        if not isinstance(config, PaddingFreeOptions):  # but one of TRL's
+            options = PaddingFreeOptions(prefix_sharing=self.config_class.prefix_sharing)
         self.flat = Runtime(options, pads=not vars(config).get("padding_free", True))  # not all of TRL's have the flag
         refuse_ungrouped(type(self), self.flat, arguments)
         if self.flat.pads:
@@ -120,8 +120,8 @@ class FlatTrainer(Trainer):
         self.flat.peak_memory = PeakMemory(self.accelerator.device)
         if not self.flat.pads:
             self.flat.compiler = taken_from(self.accelerator)
-            if not self.accelerator.dataloader_config.dispatch_batches:
-                self.accelerator.dataloader_config.dispatch_batches = False  # the default dispatches batches of streams
+            loaders = self.accelerator.dataloader_config
+            loaders.dispatch_batches = bool(loaders.dispatch_batches)  # `None` dispatches batches of streams
         if (size := self.flat.options.sequence_parallel_size) > 1:
             self.flat.group = form_group(self.accelerator, size)
 

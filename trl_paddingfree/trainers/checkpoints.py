@@ -1,8 +1,7 @@
 """Checkpoints: which are whole, which to resume from, weights under other names, and what the model card says."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -34,10 +33,9 @@ whose slots it computed {share:.0%}. Cite it as:
 
 def append_to_card(output_dir: str, method: str, computed: BatchCounts) -> None:
     """Say at the end of the model card how batches were computed, and what share of the padded slots."""
-    card = Path(output_dir) / "README.md"
     share = computed.computed / max(computed.padded, 1)
-    section = MODEL_CARD.format(version=__version__, method=method, share=share)
-    card.write_text(card.read_text(encoding="utf-8") + section, encoding="utf-8")
+    with (Path(output_dir) / "README.md").open("a", encoding="utf-8") as card:
+        card.write(MODEL_CARD.format(version=__version__, method=method, share=share))
 
 
 def _step_of(checkpoint: Path) -> str:
@@ -84,8 +82,7 @@ def invalidate(output_dir: str, step: int) -> None:
     (Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}" / TRAINER_STATE_NAME).unlink(missing_ok=True)
 
 
-@contextmanager
-def naming_weights(trainer: Any, checkpoint: Any, model: Any) -> Iterator[None]:
+def naming_weights(trainer: Any, checkpoint: Any, model: Any) -> AbstractContextManager[None]:
     """
     Within this context, a `trainer` that finds other names in a checkpoint than in memory, as for models with images or
     experts, loads weights by name. transformers' own warns, and goes on with the weights that the model had before.
@@ -98,14 +95,13 @@ def naming_weights(trainer: Any, checkpoint: Any, model: Any) -> Iterator[None]:
             original(load_result)
 
     original = trainer._issue_warnings_after_load
-    with attributes_set([(trainer, "_issue_warnings_after_load", warn)]):
-        yield
+    return attributes_set([(trainer, "_issue_warnings_after_load", warn)])
 
 
 def load_by_name(checkpoint: str, model: Any) -> None:
     """Load the weights that a checkpoint has under other names as `from_pretrained` does; refuse if any is missing."""
-    options: dict[str, Any] = {"config": deepcopy(model.config), "dtype": model.dtype, "output_loading_info": True}
-    loaded, report = type(model).from_pretrained(checkpoint, **options)
+    config = deepcopy(model.config)
+    loaded, report = type(model).from_pretrained(checkpoint, config=config, dtype=model.dtype, output_loading_info=True)
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"The checkpoint {checkpoint!r} has no weights for {', '.join(missing[:3])} and {len(missing[3:])} others "

@@ -70,12 +70,6 @@ def config_of(trainer_class: "type[FlatTrainer]", arguments: Arguments) -> Train
     return config
 
 
-def options_of(trainer_class: "type[FlatTrainer]", config: Any) -> "PaddingFreeOptions":
-    """The options in a configuration. One of TRL's has none: they have the defaults of the trainer's own."""
-    is_ours = isinstance(config, PaddingFreeOptions)
-    return config if is_ours else PaddingFreeOptions(prefix_sharing=trainer_class.config_class.prefix_sharing)
-
-
 def refuse_wrong_options(config: Any) -> None:
     """
     Refuse values that options cannot have, in a configuration of ours or of TRL's, naming what to write in their place.
@@ -89,12 +83,13 @@ def refuse_wrong_options(config: Any) -> None:
         if name not in values or name == "memory_budget":  # TRL's own configurations have some of the options only
             continue
         value, kinds = values[name], _kinds(hint)
-        is_whole = isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
         words = [kind for kind in kinds if isinstance(kind, str)]
         expected = [f"one of {', '.join(map(repr, words))}"] if words else []
         expected += [phrase for kind, phrase in _ALLOWED.items() if kind in kinds]
-        is_of_type = (isinstance(value, bool) and bool in kinds) or (is_whole and int in kinds)
-        if not (is_of_type or (value is None and NoneType in kinds) or (isinstance(value, str) and value in words)):
+        kind = type(value) if value is None or isinstance(value, bool) else value
+        if isinstance(kind, Integral) and int(kind) >= 1:
+            kind = int
+        if kind not in kinds:
             meant = did_you_mean(str(value), words, f"{name}={{!r}}", 0.5)
             raise ValueError(f"`{name}={value!r}` must be {' or '.join(expected)}.{meant}")
     for name, least in _LEAST.items():

@@ -1,13 +1,15 @@
 """Distillation without padding."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import torch
 from transformers import PreTrainedModel
 from trl import DistillationConfig, DistillationTrainer
 
 from .. import upstream
-from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
+from ..flat.batch import IGNORE_INDEX
 from ..images.cuts import IMAGE_ARGUMENTS
 from ..memory.needs import HeadBytes, fused_head
 from ..model.flat_model import FlatModel
@@ -54,9 +56,8 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
     trl_trainer, trl_config = DistillationTrainer, DistillationConfig
     config_class = PaddingFreeDistillationConfig
     head_bytes = staticmethod(divergence)
-    _row: tuple[FlatBatch, torch.Tensor]  # the rows of a micro-batch, and which of their tokens are scored
-    _pixels: Inputs  # arguments with their images
-    _states: dict[tuple[torch.nn.Module, bool], torch.Tensor]  # by model, with gradients or not: its hidden states
+    # The hidden states of a micro-batch's scored tokens, of a model, with gradients or not: computed once
+    _states: Callable[[torch.nn.Module, bool], torch.Tensor]
 
     def refuse_arguments(self, arguments: Arguments) -> None:
         super().refuse_arguments(arguments)
@@ -81,8 +82,10 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
         host_ids, host_mask, scored = torch.stack([ids, mask, scored]).cpu()  # one copy: each waits for the device
         labels = host_ids.masked_fill(scored == 0, IGNORE_INDEX)
         batch = self.flatten(host_ids, host_mask, labels, self.images_of(inputs)).to(ids.device, non_blocking=True)
-        self._row, self._states = (batch, scored[:, 1:] > 0), {}
-        self._pixels = {name: inputs[name] for name in IMAGE_ARGUMENTS if inputs.get(name) is not None}
+        pixels = {name: inputs[name] for name in IMAGE_ARGUMENTS if inputs.get(name) is not None}
+        self._states = cache(
+            lambda model, has_gradients: FlatModel.of(model).hidden_states(batch, scored[:, 1:] > 0, **pixels)  # type: ignore[union-attr]
+        )
         ones = ids.new_ones(1, int(scored.sum()))
         no_prompt = ones[:, :0]
         row = {"prompt_ids": no_prompt, "prompt_mask": no_prompt, "completion_ids": ones, "completion_mask": ones}
@@ -93,14 +96,9 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
                 call(self.teacher_model, teacher, self._get_last_hidden_state, teacher, ids, mask, len(ids))
             return super()._compute_loss(unwrapped_student, row, num_items_in_batch)
         finally:
-            del self._row, self._states, self._pixels
+            del self._states
 
     @when_flat
     def _get_last_hidden_state(self, unwrapped_model, *args, **kwargs):
         """`(1, N, D)`, of the scored tokens. TRL asks both models; the teacher's states are there from before."""
-        key = unwrapped_model, torch.is_grad_enabled()
-        if key not in self._states:
-            flat = FlatModel.of(unwrapped_model)
-            assert flat is not None
-            self._states[key] = flat.hidden_states(*self._row, **self._pixels)
-        return self._states[key]
+        return self._states(unwrapped_model, torch.is_grad_enabled())

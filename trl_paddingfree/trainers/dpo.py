@@ -1,7 +1,6 @@
 """DPO without padding."""
 
 import numpy as np
-import torch
 from trl import DPOConfig, DPOTrainer
 
 from .. import upstream
@@ -59,15 +58,14 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
         return [*(f"`loss_type='{name}'`" for name in self.loss_types if name in coupled), *super().coupled_by()]
 
     def part_sizes(self, inputs: Inputs) -> dict[str, int]:
-        chosen, rejected = inputs["completion_mask"][:, 1:].sum(1).chunk(2)
-        pairs, (chosen_tokens, rejected_tokens) = len(chosen), torch.stack([chosen.sum(), rejected.sum()]).tolist()
+        chosen, rejected = (int(mask.sum()) for mask in inputs["completion_mask"][:, 1:].chunk(2))
         per_pair = ("loss", *(f"rewards/{x}" for x in ("chosen", "rejected", "accuracies", "margins")))
         return {
-            **dict.fromkeys((*per_pair, "logps/chosen", "logps/rejected"), pairs),
-            "logits/chosen": chosen_tokens,
-            "mean_token_accuracy": chosen_tokens,
-            "logits/rejected": rejected_tokens,
-            "entropy": chosen_tokens + rejected_tokens,
+            **dict.fromkeys((*per_pair, "logps/chosen", "logps/rejected"), len(inputs["input_ids"]) // 2),
+            "logits/chosen": chosen,
+            "mean_token_accuracy": chosen,
+            "logits/rejected": rejected,
+            "entropy": chosen + rejected,
         }
 
     def example_lengths(self) -> np.ndarray:

@@ -1,7 +1,5 @@
 """KTO without padding."""
 
-from typing import ClassVar
-
 import numpy as np
 from trl import KTOConfig, KTOTrainer
 
@@ -54,7 +52,7 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
     task = KTO
     trl_trainer, trl_config = KTOTrainer, KTOConfig
     config_class = PaddingFreeKTOConfig
-    differences: ClassVar[dict[str, tuple[str, str]]] = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
+    differences = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
 
     def coupled_by(self) -> list[str]:
         # Each loss has the mean divergence of the micro-batch, of prompts with the completions of their neighbours

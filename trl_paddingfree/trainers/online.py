@@ -92,9 +92,12 @@ class OnlineTrainer(FlatTrainer):
             return None
         collator = VisionLanguageModelingCollator(processor, padding_free=True)
         probe = ImageProbe(collator, map(prompt_in_messages, first_examples(data)))
-        if not probe.names and (vars(self).get("tools") or self.environment_factories):
-            can_train = not any(why_no_images(self.flat_base(model)) for model in self.flat_models())
-            probe = ImageProbe(collator, made_up_examples() if can_train else (), MADE_UP)
+        if (
+            not probe.names
+            and (vars(self).get("tools") or self.environment_factories)
+            and not any(why_no_images(self.flat_base(model)) for model in self.flat_models())
+        ):
+            probe = ImageProbe(collator, made_up_examples(), MADE_UP)
         if not probe.names:
             if in_column:
                 refuse_untried_images(data)
@@ -106,16 +109,17 @@ class OnlineTrainer(FlatTrainer):
 
     def images_of(self, inputs: Inputs) -> GeneratedImages | None:
         """The images among the `inputs` of a pass, which gives them to its rows one after another."""
-        pixels = inputs.get("pixel_values")
-        if pixels is not None and self.flat.check.images is None:
+        if (pixels := inputs.get("pixel_values")) is None:
+            return None
+        if self.flat.check.images is None:
             raise ValueError(
                 "The rows come with `pixel_values`, and the start-up check has tried no images, or could not: the "
                 f"first prompts of the train data have none, and {type(self).__name__} has no tools or environments "
                 "that return any that the model can compute. Shuffle the data, or set `padding_free=False`."
             )
-        if pixels is not None and pixels not in self._known:  # policy, reference and all iterations have the same ones
+        if pixels not in self._known:  # policy, reference and all iterations have the same ones
             self._known[pixels] = GeneratedImages.of(inputs)
-        return None if pixels is None else copy(self._known[pixels])
+        return copy(self._known[pixels])
 
     # --- rows become flat -------------------------------------------------------------------------------------------
 
@@ -175,15 +179,15 @@ class OnlineTrainer(FlatTrainer):
         """Refuse a budget that a micro-batch does not fit into, should all its rows be as long as they may."""
         if self.max_completion_length is None or self.flat.check.images is not None:  # tokens of images are not known
             return
-        prompt, name = self.longest_row()
-        row = [0] * (prompt + self.max_completion_length)
+        prompt, completion = self.longest_prompt(), self.max_completion_length
+        name = f"a prompt of {prompt} tokens with a completion of `max_completion_length={completion}`"
         if planner.why_whole:
-            planner.refuse_oversized(len(row), name)
+            planner.refuse_oversized(prompt + completion, name)
         if planner.needs is None:
             return
         number = self.args.per_device_train_batch_size
-        rows = [[*row[:prompt], i + 1, *row[prompt + 1 :]] for i in range(number)]  # different from the completion on
-        labels = [[IGNORE_INDEX] * prompt + tokens[prompt:] for tokens in rows]
+        rows = [[0] * prompt + [i + 1] * completion for i in range(number)]  # which have the prompt in common
+        labels = [[IGNORE_INDEX] * prompt + row[prompt:] for row in rows]
         # Refused if not even rows of one prompt fit; named is the budget for rows of as many prompts
         best = FlatBatch.from_rows(rows, labels, prefix_sharing=self.flat.trained.route.prefix_sharing)
         if planner.least_bytes(best) > planner.budget:
@@ -191,18 +195,17 @@ class OnlineTrainer(FlatTrainer):
             named = f"a micro-batch of {number} rows, each {name}"
             raise planner.too_small_for(worst, named, "`max_completion_length`")
 
-    def longest_row(self) -> tuple[int, str]:
-        """Tokens of the prompt with the most characters, 1 if none is known yet; and its longest row in words."""
-        data, prompt = self.train_dataset, 1
-        if isinstance(data, Dataset) and "prompt" in data.column_names and not self.environment_factories:
-            longest = max(data["prompt"], key=lambda prompt: len(str(prompt)))
-            prompt = len(self._tokenize_prompts([longest])[0][0])
-        limit = f"`max_completion_length={self.max_completion_length}`"
-        return prompt, f"a prompt of {prompt} tokens with a completion of {limit}"
+    def longest_prompt(self) -> int:
+        """Tokens of the prompt with the most characters, 1 if none is known yet."""
+        data = self.train_dataset
+        if not isinstance(data, Dataset) or "prompt" not in data.column_names or self.environment_factories:
+            return 1
+        longest = max(data["prompt"], key=lambda prompt: len(str(prompt)))
+        return len(self._tokenize_prompts([longest])[0][0])
 
     def padded_counts(self, inputs: Inputs) -> BatchCounts:
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-        return BatchCounts(mask.numel(), int(mask.sum()), mask.numel(), 0)
+        return BatchCounts(mask.numel(), int(mask.sum()), mask.numel())
 
     # --- which rows share a micro-batch -----------------------------------------------------------------------------
 
@@ -230,8 +233,8 @@ class OnlineTrainer(FlatTrainer):
         if self.flat.options.arrange_micro_batches != "none" and self._buffered_inputs is not before:
             number = self.steps_per_generation
             size = math.gcd(self.args.gradient_accumulation_steps, number)  # micro-batches of one optimizer step
-            windows = [self._buffered_inputs[first : first + size] for first in range(0, number, size)]
-            self._buffered_inputs = [batch for window in windows for batch in by_prompt(window)]
+            starts, buffered = range(0, number, size), self._buffered_inputs
+            self._buffered_inputs = [batch for first in starts for batch in by_prompt(buffered[first : first + size])]
             inputs = self._buffered_inputs[self._step % number]
         if steps is not None:
             self._generated = inputs
