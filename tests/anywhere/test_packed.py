@@ -70,13 +70,12 @@ def test_a_verdict_says_up_to_where_it_holds():
 
 def test_what_takes_too_long_is_left_out_and_named(monkeypatch):
     monkeypatch.setattr("trl_paddingfree.check.packed._SECONDS", 0.0)
-    monkeypatch.setattr("trl_paddingfree.check.packed_rows.LOGITS", 3000)
+    monkeypatch.setattr("trl_paddingfree.check.training._ENTRIES", 3000)
     result = check_packed(make_model(num_hidden_layers=4))
     assert result.passed
     assert (result.documents, result.longest) == (4, 104)
     for named in (
-        "lm_head.weight",
-        "embed_tokens.weight",
+        "weights, large or sharded, were not compared",
         "2 of 4 `layers` (1, 2) were left out",
         "give `length` and `documents`",
     ):

@@ -14,7 +14,9 @@ from peft import LilyConfig, LoraConfig, get_peft_model
 from transformers.integrations.neftune import neftune_post_forward_hook
 from trl.trainer.utils import add_fused_lm_head
 
-from tests.helpers.architectures import MODEL_TYPES, NOT_BUILT, tiny_model
+from tests.check.test_mutations import leak as mixed
+from tests.check.test_prove import make
+from tests.helpers.architectures import MODEL_TYPES, NOT_BUILT
 from tests.helpers.tiny import make_model
 from trl_paddingfree.check import training
 from trl_paddingfree.check.gradients import RowsInTraining, check_gradients
@@ -33,12 +35,6 @@ SHARED = Route("segment", "sdpa", prefix_sharing=True)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-def make(model_type="llama", attention="sdpa", **options):
-    model = tiny_model(model_type, attn_implementation=attention, seed=SEED, **options)
-    add_fused_lm_head(model)
-    return model
-
-
 class LeakBackward(torch.autograd.Function):
     """The identity, whose gradient passes on to the token before."""
 
@@ -51,16 +47,10 @@ class LeakBackward(torch.autograd.Function):
         return grad + 0.3 * grad.roll(-1, 1)
 
 
-def mixed(states):
-    """Every token gets a little of the one before it on the flat axis, whichever row that belongs to."""
-    return states + 0.3 * torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], 1)
-
-
 ALTERED = {
     "training": lambda module, x: mixed(x) if module.training else x,
     "gradients": lambda module, x: mixed(x) if torch.is_grad_enabled() else x,
     "backward": lambda module, x: LeakBackward.apply(x),
-    "over-64-tokens": lambda module, x: mixed(x) if x.size(1) > 104 else x,
     "over-200-tokens": lambda module, x: mixed(x) if x.size(1) > 200 else x,
 }
 
@@ -113,7 +103,7 @@ def test_a_row_that_forgets_the_start_of_its_prefix_is_named(layers, dtype, monk
     monkeypatch.setitem(attention.ATTENTION, "segment", forgetful(40))
     result = check_flat(model, SHARED, in_training=lambda: RowsInTraining(model))
     # Several layers see what the others of the prefix know of its start
-    expected = "row 1 forgets its first 40 tokens" if layers == 1 else r"gradients of row [13] are wrong"
+    expected = "row 1 forgets 40 of its tokens" if layers == 1 else r"gradients of row [13] are wrong"
     assert re.match(expected, result.gradients.reason)
     assert not result.passed
     assert check_flat(model, SHARED.without_sharing(), in_training=lambda: RowsInTraining(model)).passed
@@ -278,8 +268,7 @@ def test_a_flat_row_beyond_what_the_check_reaches_is_refused_with_the_fix(model_
 
 def test_padding_whose_embedding_is_zero_is_in_no_row():
     """Its gradient, which norms multiply by 1e10 here, would be one of rounding alone."""
-    model = tiny_model("bamba", seed=65001, attn_layer_indices=[])
-    add_fused_lm_head(model)
+    model = make("bamba", attention=None, seed=65001, attn_layer_indices=[])
     _, failed = prove(model.train(), choose_route(model))
     assert not failed
     assert model.get_input_embeddings().padding_idx not in itertools.chain(*RowsInTraining(model).rows)
@@ -319,8 +308,10 @@ def test_weights_buffers_and_dropout_are_as_before():
     model = get_peft_model(make(attention_dropout=0.1), LoraConfig(r=4, lora_dropout=0.2)).get_base_model()
     model.register_buffer("count", torch.zeros(3))
     model.register_forward_pre_hook(lambda module, args: [module.count.add_(1), None][1])
-    rates = [getattr(module, "p", getattr(module, "attention_dropout", None)) for module in model.modules()]
-    weights, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+
+    def state():
+        rates = [getattr(module, "p", getattr(module, "attention_dropout", None)) for module in model.modules()]
+        return copy.deepcopy([model.state_dict(), rates, torch.get_rng_state()])
 
     def fail():
         with as_in_training(model):
@@ -330,11 +321,10 @@ def test_weights_buffers_and_dropout_are_as_before():
             assert not any(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout))
             raise KeyError
 
+    before = state()
     with pytest.raises(KeyError):
         fail()
-    assert all(torch.equal(weights[name], x) for name, x in model.state_dict().items())
-    assert rates == [getattr(module, "p", getattr(module, "attention_dropout", None)) for module in model.modules()]
-    assert torch.equal(state, torch.get_rng_state())
+    torch.testing.assert_close(state(), before, rtol=0, atol=0)
 
 
 def test_a_model_without_watched_embeddings_is_refused():
@@ -374,9 +364,9 @@ def test_of_layers_of_one_kind_in_a_large_model_the_first_and_the_last_compute_a
     assert computed[5:] == [*range(8)]
     result, _ = prove(model, choose_route(model))
     assert "were left out" in str(result.not_compared)
-    monkeypatch.setattr(training, "_WHOLE", 100)
+    monkeypatch.setattr(training, "_ENTRIES", 100)
     result, _ = prove(model, choose_route(model))
-    assert "largest weights were not compared" in str(result.not_compared)
+    assert "weights, large or sharded, were not compared" in str(result.not_compared)
 
 
 def test_the_gradient_of_a_large_weight_is_compared_along_one_direction(monkeypatch):

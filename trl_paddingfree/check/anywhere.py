@@ -87,8 +87,7 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True, 
         with attributes_set(quietly):
             result, _ = prove(base, route, call=call)
             with as_tried(base):
-                call.try_padding(result.tolerance)
-                call.try_labels()
+                call.try_calls(result.tolerance)
             compile_layers(flat, {} if torch_compile else None)
             if torch_compile:
                 prove_slices(base, call, is_compiled=True)
@@ -139,11 +138,11 @@ class _CallWithRows:
             )
         return answers
 
-    def answers(self, inputs: Inputs, is_flat: bool = False) -> Any:
+    def answers(self, inputs: Inputs, is_flat: bool = False, with_labels: bool = False) -> Any:
         """The `log_probs` of rows, or the `logits` of a pooled head, and the whole `output` of the model."""
-        arguments = {name: x for name, x in inputs.items() if name not in ("labels", "fused_lm_head")}
+        left = ("fused_lm_head",) if with_labels else ("fused_lm_head", "labels")
         with nullcontext() if is_flat else self.calls.aside():
-            output = self.model(**arguments)
+            output = self.model(**{name: x for name, x in inputs.items() if name not in left})
         if "logits" not in output:
             raise ValueError(
                 f"`padding_free` proves a model by its `logits`, and {type(self.base).__name__} answers with "
@@ -157,45 +156,38 @@ class _CallWithRows:
             logits = logits[torch.arange(len(last)), last]
         return SimpleNamespace(logits=logits, output=output)
 
-    def try_padding(self, tolerance: float) -> None:
-        """Leave rows with padding on the left, and router losses, as before where padding changes the model's own."""
-        config = self.base.config.get_text_config()
-        rows = check_rows(config.vocab_size, draw=0)
+    def both(self, inputs: Inputs, with_labels: bool = False) -> list[Any]:
+        """The answers to rows computed flat, and as before."""
+        return [self.answers(inputs, is_flat, with_labels) for is_flat in (True, False)]
+
+    def try_calls(self, tolerance: float) -> None:
+        """
+        Leave calls as before where the model itself answers otherwise: rows with padding on the left, router losses
+        that count padding, and heads that are given labels.
+        """
+        pooled, config = is_pooled(self.base), self.base.config.get_text_config()
+        rows, half_digits = check_rows(config.vocab_size, draw=0), rounding_unit(self.base) ** 0.5
         right = row_inputs(self.base, rows)
         columns, lengths = torch.arange(right["input_ids"].size(1)), torch.tensor(list(map(len, rows)))[:, None]
         order = ((columns + lengths) % len(columns)).to(right["input_ids"].device)
         left = {name: x.gather(1, order) if isinstance(x, torch.Tensor) else x for name, x in right.items()}
-        self.calls.with_left_padding = self._is_alike(left, tolerance)
+        if not pooled:  # without the first token of each row, which padding would predict
+            mask = left["attention_mask"].bool()
+            has_context = mask & torch.nn.functional.pad(mask, (1, -1))
+            left["labels"] = left["labels"].masked_fill(~has_context, IGNORE_INDEX)
+        flat, padded = (vars(x)["logits" if pooled else "log_probs"].double() for x in self.both(left))
+        self.calls.with_left_padding = root_mean_square(flat - padded) <= tolerance
         if architecture.config_value(config, "output_router_logits") is not None:
             # Far more padding than tokens: a router loss that counts padding differs by more than rounding
             wide = {**row_inputs(self.base, rows, 4 * len(columns)), "output_router_logits": True}
-            flat, padded = (self.answers(wide, is_flat).output.get("aux_loss") for is_flat in (True, False))
-            is_alike = flat is None or torch.isclose(flat, padded, rtol=rounding_unit(self.base) ** 0.5)
-            self.calls.with_routers = bool(is_alike)
-
-    def try_labels(self) -> None:
-        """Leave calls with labels as before where a head that is given labels answers otherwise."""
-        if is_pooled(self.base) or "labels" not in inspect.signature(self.base.forward).parameters:
-            return
-        inputs = row_inputs(self.base, check_rows(self.base.config.get_text_config().vocab_size, draw=0))
-        del inputs["fused_lm_head"]
-        found = []
-        for context in (nullcontext(), self.calls.aside()):
-            with context:
-                output = self.model(**inputs)
-            loss = output.get("loss", output.logits.new_zeros(()))
-            found.append(torch.cat([log_probs_of(output.logits, inputs["labels"]).flatten(), loss.float().flatten()]))
-        self.calls.with_labels = relative_error(*found) <= HALF_DIGITS_FACTOR * rounding_unit(self.base) ** 0.5
-
-    def _is_alike(self, inputs: Inputs, tolerance: float) -> bool:
-        """Whether padded rows get the same answers flat as before."""
-        if "labels" in inputs:  # without the first token of each row, which padding would predict
-            mask = inputs["attention_mask"].bool()
-            has_context = mask & torch.nn.functional.pad(mask, (1, -1))
-            inputs = {**inputs, "labels": inputs["labels"].masked_fill(~has_context, IGNORE_INDEX)}
-        name = "logits" if is_pooled(self.base) else "log_probs"
-        flat, padded = (vars(self.answers(inputs, is_flat))[name].double() for is_flat in (True, False))
-        return root_mean_square(flat - padded) <= tolerance
+            flat, padded = (x.output.get("aux_loss") for x in self.both(wide))
+            self.calls.with_routers = flat is None or relative_error(flat, padded) <= half_digits
+        if not pooled and "labels" in inspect.signature(self.base.forward).parameters:
+            found = []
+            for each in self.both(right, with_labels=True):
+                loss = each.output.get("loss", torch.zeros(())).to(each.log_probs)
+                found.append(torch.cat([each.log_probs.flatten(), loss.flatten()]))
+            self.calls.with_labels = relative_error(*found) <= HALF_DIGITS_FACTOR * half_digits
 
 
 def log_probs_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ MOST_NOISE = 0.1
 # that is more than the norm of what is expected. In low precision, rounding may also send a token to another expert
 _LEAST_NORM, _LEAST_NORM_IN_LOW_PRECISION = 0.01, 0.1
 
-Values: TypeAlias = Mapping[str, torch.Tensor | None]  # by name, float64 on the CPU; `None` where no gradient arrives
+Values: TypeAlias = Mapping[str, torch.Tensor]  # by name, float64 on the CPU
 
 
 @dataclass(frozen=True)
@@ -75,74 +75,52 @@ class Verdict:
         return "; ".join([*figures, *self.not_compared])
 
 
-@dataclass(frozen=True)
-class Comparison:
+def compare(
+    reference: Values,
+    candidate: Values,
+    noise: Callable[[], Values],
+    unit: float,
+    least: float | None = None,
+    of_parameters: bool = False,
+) -> Verdict:
     """
-    Values of a `candidate` beside those of a `reference`.
+    The worst difference between values of a `candidate` and those of a `reference`, and what is tolerated.
 
     Args:
         reference, candidate (`Mapping`):
-            Values by name. Names that only one of them has are not compared.
+            Values by name, which both have.
         noise (`Callable`):
-            Gives values that only round differently from the reference's. It is called if `least` does not do.
+            Gives values that only round differently from the reference's. It is called if the least tolerance is not
+            enough.
         unit (`float`):
             The relative error of one rounding.
-        least, most (`float`):
-            The tolerance without noise, and the most that noise may raise it to.
+        least (`float`, *optional*):
+            The least tolerance of answers, at most half of whose digits are noise. By default, these are gradients:
+            half of their digits are tolerated, or more if padded rows show more noise.
         of_parameters (`bool`, *optional*, defaults to `False`):
             Whether some of the values may be nothing but rounding. What is lost altogether counts in full even then.
     """
+    half, norms = HALF_DIGITS_FACTOR * unit**0.5, {name: float(x.norm()) for name, x in reference.items()}
+    tolerance, most = sorted((half, MOST_NOISE)) if least is None else (min(least, half), half)
+    is_low = unit > torch.finfo(torch.float32).eps
+    share = (_LEAST_NORM_IN_LOW_PRECISION if is_low else _LEAST_NORM) * of_parameters
+    least_norm = share * max(norms.values(), default=0.0)
 
-    reference: Values
-    candidate: Values
-    noise: Callable[[], Values]
-    unit: float
-    least: float
-    most: float
-    of_parameters: bool = False
-
-    @classmethod
-    def of_answers(
-        cls, reference: Values, candidate: Values, noise: Callable[[], Values], unit: float, least: float
-    ) -> "Comparison":
-        """Of answers, at most half of whose digits are noise."""
-        half = HALF_DIGITS_FACTOR * unit**0.5
-        return cls(reference, candidate, noise, unit, min(least, half), half)
-
-    @classmethod
-    def of_gradients(
-        cls, reference: Values, candidate: Values, noise: Callable[[], Values], unit: float, of_parameters: bool = False
-    ) -> "Comparison":
-        """Of gradients, whose tolerance is half their digits unless padded rows show more noise."""
-        half = HALF_DIGITS_FACTOR * unit**0.5
-        return cls(reference, candidate, noise, unit, min(half, MOST_NOISE), max(half, MOST_NOISE), of_parameters)
-
-    def errors(self, found: Values) -> dict[str, float]:
+    def errors(found: Values) -> dict[str, float]:
         """The norm of each difference, relative to what was expected."""
-        expected = {name: x for name, x in self.reference.items() if x is not None and name in found}
-        norms = {name: float(x.norm()) for name, x in expected.items()}
-        is_low = self.unit > torch.finfo(torch.float32).eps
-        share = (_LEAST_NORM_IN_LOW_PRECISION if is_low else _LEAST_NORM) * self.of_parameters
-        least_norm = share * max(norms.values(), default=0.0)
         errors = {}
-        for name, x in expected.items():
-            value = found[name]
-            is_lost = value is None or not value.any()
-            least = least_norm * (NOISE_FACTOR * self.unit if is_lost else 1.0)
-            errors[name] = float((x if value is None else value - x).norm()) / max(norms[name], least, 1e-300)
+        for name, x in reference.items():
+            least = least_norm * (1.0 if found[name].any() else NOISE_FACTOR * unit)
+            errors[name] = float((found[name] - x).norm()) / max(norms[name], least, 1e-300)
         return errors
 
-    def verdict(self) -> Verdict:
-        """The worst of the differences, and what is tolerated."""
-        errors = self.errors(self.candidate)
-        if not errors:
-            return Verdict(0.0, "", self.least)
-        worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
-        tolerance = self.least
-        if not errors[worst] <= tolerance:
-            noises = filter(math.isfinite, self.errors(self.noise()).values())
-            tolerance = max(tolerance, min(NOISE_FACTOR * max(noises, default=0.0), self.most))
-        return Verdict(errors[worst], worst, tolerance)
+    found = errors(candidate)
+    worst = max(found, key=lambda name: (math.isnan(found[name]), found[name]), default="")
+    error = found.get(worst, 0.0)
+    if not error <= tolerance:
+        noises = filter(math.isfinite, errors(noise()).values())
+        tolerance = max(tolerance, min(NOISE_FACTOR * max(noises, default=0.0), most))
+    return Verdict(error, worst, tolerance)
 
 
 def worst_of(verdicts: Iterable[Verdict]) -> Verdict:

@@ -1,7 +1,7 @@
 """The start-up check for packed rows of others: does a forward pass that is not ours keep them apart?"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -63,11 +63,6 @@ class PackedResult(CheckResult):
     longest: int = 0
     length: int = 0
     left_out: tuple[str, ...] = ()
-
-    @property
-    def verdict(self) -> str:
-        leaks_in_training = self.gradients is not None and " gets gradient from row " in self.gradients.failure
-        return "LEAKS" if leaks_in_training and not self.failure else super().verdict
 
     @property
     def not_compared(self) -> tuple[str, ...]:
@@ -161,25 +156,19 @@ def _compare(
     # A window that documents exceed is tried as it is: the call may have one of its own, which nothing narrows
     narrows = max(windows, default=0) >= max(lengths, default=0)
     evaluating = partial(undisturbed, model)
-    training = cache(partial(PackedInTraining, model, called, draw, every_layer))
+    training = cache(partial(PackedInTraining, model, called, draw, every_layer=every_layer))
     short = RowsAlone(model, called, draw, None if narrows else evaluating)
-    result: CheckResult = compare_rows(packing, short, training)
+    result = compare_rows(packing, short, training)
     tried, left_out = [*map(len, check_rows(config.vocab_size, draw))], list[str]()
     if result.gradients is not None and result.gradients.passed:
-        has_gradients = not result.gradients.skipped
-        if has_gradients:
-            result = replace(result, gradients=training().compare_parameters())
-            tried, left_out = [*map(len, training().rows)], [*training().left_out]
-        as_trained = partial(as_in_training, model, every_layer=every_layer)
-        draws: list[tuple[Any, Any]] = [(_FEW, evaluating), (lengths, evaluating), (lengths, as_trained)]
-        if not lengths or not has_gradients:  # without gradients, it draws at random in training
-            draws = draws[: 1 + bool(lengths)]
+        draws: list[tuple[Sequence[int], Any]] = [(_FEW, evaluating), (lengths, evaluating)]
+        if not result.gradients.skipped:  # else it draws at random in training
+            tried = [*map(len, training().rows)]
+            draws.append((lengths, partial(as_in_training, model, every_layer=every_layer)))
         for each, context in draws:
-            if not result.passed:
-                break
-            longer = compare_rows(packing, LongRows(model, called, draw, context, each))
-            if not longer.passed:
+            if each and not (longer := compare_rows(packing, LongRows(model, called, draw, context, each))).passed:
                 result = longer
+                break
         tried = max(tried, [*lengths], key=sum)
     if not lengths:
         left_out.append(
@@ -191,5 +180,5 @@ def _compare(
             f"windows were narrowed to less than the {max(windows)} tokens that the model has: if the call has one of "
             f"its own, give a `length` of {int(max(windows) / LONGEST) + 2} or more"
         )
-    values = {field.name: vars(result)[field.name] for field in fields(CheckResult)}
+    values = vars(result)
     return PackedResult(**values, documents=len(tried), longest=max(tried), length=sum(tried), left_out=(*left_out,))

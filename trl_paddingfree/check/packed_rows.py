@@ -3,8 +3,6 @@
 import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,27 +13,23 @@ from transformers import PreTrainedModel
 from ..flat.batch import FlatBatch, Inputs
 from ..model import architecture
 from ..model.flat_model import FlatModel
-from ..model.restored import local_part
 from .anywhere import log_probs_of
-from .comparison import HALF_DIGITS_FACTOR, Comparison, Verdict, relative_error, root_mean_square
+from .comparison import relative_error, root_mean_square
 from .gradients import RowsInTraining
 from .probe import Call, Rows, RowsAlone, Trying, check_rows, largest_difference, rounding_unit, row_inputs, undisturbed
-from .training import sketch
 
 # A function that takes rows, each `(n,)` int64, and returns the logits of each, `(n, vocabulary)`
 PackedCall = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 # The share of all tokens in the longest document
 LONGEST = 0.625
-# The most logits, and the most entries of gradients, that are held at once
+# The most logits that are held at once
 LOGITS = 2**29
 # Columns of padding beside a row alone, which shows what rounds: in other widths, kernels choose other tiles
 _PADDING = (1, 37)
 # Units of float32 by which log-probabilities of long rows may differ beside the noise: packed rows may go on counting
 # positions, and rotary angles round the more the larger they are
 _ANGLES = 16
-# The most that measured noise may raise the tolerance of these errors to: a gradient that is halved is off by 0.5
-_MOST_NOISE = 0.4
 
 
 def lengths_of(model: PreTrainedModel, documents: int, length: int) -> tuple[int, ...]:
@@ -122,10 +116,8 @@ class LongRows(RowsAlone):
         self.rows = [rng.integers(0, self.vocab_size, n) for n in lengths]
         with self.trying():
             self.alone = self.answers(self.rows)
-            short = rng.integers(0, self.vocab_size, 16)
-            moved = [np.concatenate([[(short[0] + 1 + i) % self.vocab_size], short[1:]]) for i in range(8)]
-            still = self.answers([short])[0].repeat(len(moved))
-            self.measure([self.answers(self.rows, more) for more in _PADDING], torch.cat(self.answers(moved)), still)
+            padded = [self.answers(self.rows, more) for more in _PADDING]
+            self.measure(padded, *self.moved(rng.integers(0, self.vocab_size, 16)))
         self.tolerance += _ANGLES * torch.finfo(torch.float32).eps * root_mean_square(torch.cat(self.alone))
 
     def answers(self, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> list[torch.Tensor]:
@@ -146,50 +138,7 @@ class LongRows(RowsAlone):
 
 
 class PackedInTraining(RowsInTraining):
-    """
-    [`RowsInTraining`] of rows that `call` may pack in any order: the model's input is searched for their tokens. All
-    layers compute if that takes seconds, and gradients of all parameters are compared, of large ones in one direction.
-    """
-
-    def __init__(self, model: PreTrainedModel, called: Call, draw: int, every_layer: bool):
-        super().__init__(model, called, draw, everything=every_layer)
-        named = sorted(model.named_parameters(), key=lambda entry: entry[1].numel())
-        trained = [(name, p) for name, p in named if p.requires_grad and p.numel()]
-        sizes = np.cumsum([p.numel() for _, p in trained])
-        is_kept = [local_part(p) is p and size <= LOGITS for (_, p), size in zip(trained, sizes, strict=True)]
-        self.weights = {name: p for (name, p), kept in zip(trained, is_kept, strict=True) if kept}
-        others = [name for (name, _), kept in zip(trained, is_kept, strict=True) if not kept]
-        self.left_out: tuple[str, ...] = ()
-        if others:
-            largest = " and ".join(f"`{name}`" for name in others[:-3:-1])
-            self.left_out += (f"gradients of {largest} were not compared, nor of {len(others[:-2])} smaller weights",)
-
-    def compare_parameters(self) -> Verdict:
-        """How far gradients of all parameters are off, of a loss that weighs each token differently."""
-        room = min([max(_PADDING), *(limit - len(self.rows[0]) for limit in architecture.position_limits(self.model))])
-        half = HALF_DIGITS_FACTOR * self.unit**0.5
-        try:
-            with self.in_training():
-                alone, packed = self._sketches(), self._sketches(is_packed=True)
-                padded = partial(self._sketches, padding=room)
-                verdict = Comparison(alone, packed, padded, self.unit, half, max(half, _MOST_NOISE), True).verdict()
-        except Exception as raised:
-            return Verdict(failure=f"{type(raised).__name__}: {raised}")
-        return replace(verdict, worst="gradients of parameters", notes=self.notes)
-
-    def _sketches(self, is_packed: bool = False, padding: int = 0) -> dict[str, torch.Tensor]:
-        """Gradients of parameters, zeros where none arrive, and of large ones their product with a vector."""
-        rng, totals = np.random.default_rng(0), dict[str, torch.Tensor]()
-        if not self.weights:  # all are frozen
-            return totals
-        for rows in [self.rows] if is_packed else [[row] for row in self.rows]:
-            inputs = row_inputs(self.model, rows, len(rows[0]) + padding, prefix_sharing=False if is_packed else None)
-            log_probs = self.answers(inputs)[:, : len(rows[0]) - 1]
-            weights = torch.from_numpy(rng.uniform(0.5, 1.5, log_probs.shape)).to(log_probs)
-            parameters = [*self.weights.values()]
-            found = torch.autograd.grad((log_probs * weights).sum(), parameters, materialize_grads=True)
-            totals = {name: totals.get(name, 0) + sketch(x).cpu() for name, x in zip(self.weights, found, strict=True)}
-        return totals
+    """[`RowsInTraining`] of rows that may be packed in any order: the model's input is searched for their tokens."""
 
     @contextmanager
     def watched(self, inputs: Inputs) -> Iterator[list[torch.Tensor]]:

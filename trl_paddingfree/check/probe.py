@@ -164,10 +164,13 @@ class RowsAlone:
             longest = max(map(len, self.rows))
             # In another width, kernels choose other tiles, and round differently
             padded = [self.answers(self.rows, width=width) for width in (longest, longest + 5)]
-            first, others = self.rows[3][0], self.rows[3][1:]
-            steps = np.arange(1, 1 + _STAND_INS) * self.vocab_size // (_STAND_INS + 1)
-            moved = self.answers([np.concatenate([[token], others]) for token in (first + steps) % self.vocab_size])
-            self.measure(padded, torch.cat(moved), self.alone[3].repeat(len(moved)))
+            self.measure(padded, *self.moved(self.rows[3]))
+
+    def moved(self, row: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """The answers to a row with other tokens in the place of its first, and as many times those to the row."""
+        steps = np.arange(1, 1 + _STAND_INS) * self.vocab_size // (_STAND_INS + 1)
+        others = [np.concatenate([[token], row[1:]]) for token in (row[0] + steps) % self.vocab_size]
+        return torch.cat(self.answers(others)), self.answers([row])[0].repeat(_STAND_INS)
 
     def measure(
         self, padded: list[list[torch.Tensor]], moved: torch.Tensor, still: torch.Tensor, units: float = 1.0

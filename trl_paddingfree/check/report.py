@@ -70,9 +70,7 @@ def load_model(name: str, dtype: str, attn_implementation: str | None) -> PreTra
     return model
 
 
-def try_backends(
-    model: PreTrainedModel, tell: Callable[[str], None] = lambda doing: None
-) -> dict[str, tuple[list[CheckResult], str]]:
+def try_backends(model: PreTrainedModel, tell: Callable[[str], None]) -> dict[str, tuple[list[CheckResult], str]]:
     """By backend, the fastest first: what the check found with shared prefixes and without, or why it cannot run."""
     reference, in_training = RowsAlone(model), cache(partial(RowsInTraining, model))
     by_backend: dict[str, tuple[list[CheckResult], str]] = {}
@@ -90,12 +88,7 @@ def try_backends(
     return by_backend
 
 
-def check_model(
-    name: str,
-    dtype: str = "auto",
-    attn_implementation: str | None = None,
-    tell: Callable[[str], None] = lambda doing: None,
-) -> ModelReport:
+def check_model(name: str, dtype: str, attn_implementation: str | None, tell: Callable[[str], None]) -> ModelReport:
     """
     Run the start-up check on a causal language model or a reward model with every backend that this machine offers,
     and, unless an `attn_implementation` is named, every flash attention package that is installed. `tell` is called

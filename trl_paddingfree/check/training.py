@@ -1,11 +1,10 @@
 """Contexts in which a model is tried, in training or in evaluation mode. Afterwards it is bit for bit as it was."""
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from itertools import count
+from itertools import accumulate, count
 from types import FunctionType, MethodType, ModuleType
 from typing import TypeAlias
 
@@ -27,7 +26,9 @@ Output: TypeAlias = torch.Tensor | tuple  # of a layer
 _MOVED = 0.02
 # The most entries of a gradient that is compared whole. A larger one is multiplied by a random vector
 _WHOLE = 2**18
-# The most parameters of a model of which all layers and weights are tried: of larger ones, that takes long
+# The most entries of gradients that are held at once
+_ENTRIES = 2**30
+# The most parameters of a model of which all layers are tried: of larger ones, that takes long
 _MOST = {"cpu": 2**25, "accelerator": 2**30}
 # Counts passes that failed here, and how long to wait for other processes to fail alike
 _FAILURES, _SECONDS = count(), 20.0
@@ -67,13 +68,13 @@ def as_in_training(
 
 @contextmanager
 def as_it_answers(model: PreTrainedModel) -> Iterator[tuple[str, ...]]:
-    """Evaluation mode without gradients, which leaves nothing out. Afterwards all is as before."""
-    with undisturbed(model), buffers_restored(model.modules()):
+    """Evaluation mode without gradients and compiled code, which leaves nothing out. Afterwards all is as before."""
+    with undisturbed(model), buffers_restored(model.modules()), torch.compiler.set_stance("force_eager"):
         yield ()
 
 
 def is_small(model: PreTrainedModel) -> bool:
-    """Whether all layers and weights can be tried within seconds."""
+    """Whether all layers can be tried within seconds."""
     return sum(p.numel() for p in model.parameters()) <= _MOST["cpu" if model.device.type == "cpu" else "accelerator"]
 
 
@@ -202,10 +203,12 @@ def moved_off_zero(modules: Sequence[torch.nn.Module], frozen: bool = False) -> 
         yield
 
 
-def compared_parameters(model: PreTrainedModel, everything: bool) -> dict[str, torch.nn.Parameter]:
-    """Trainable parameters whose gradients are compared: `everything`, or those that are small (norms, adapters)."""
-    most = math.inf if everything else _WHOLE
-    return {name: p for name, p in model.named_parameters() if p.requires_grad and 0 < p.numel() <= most}
+def compared_parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
+    """Trainable parameters whose gradients are compared: the smallest, as many as fit, and none that is sharded."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and local_part(p) is p]
+    trained.sort(key=lambda entry: entry[1].numel())
+    totals = accumulate(p.numel() for _, p in trained)
+    return {name: p for (name, p), total in zip(trained, totals, strict=True) if total <= _ENTRIES}
 
 
 def sketch(gradient: torch.Tensor) -> torch.Tensor:

@@ -147,7 +147,7 @@ class StartUpCheck:
             with self.in_precision():
                 result = prove_slices(base, model, skipped=skipped, is_compiled=is_compiled, agree=self._all_agree)
             if trains:
-                verdict = "exact as far as it was compared" if result.gradients.not_compared else "exact on this model"
+                verdict = "exact as far as it was compared" if result.not_compared else "exact on this model"
                 what = "Compiled layers" if is_compiled else "Slices within the budget"
                 self._say(f"{what}: {verdict} ({result}).")
 
