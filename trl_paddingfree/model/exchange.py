@@ -26,7 +26,8 @@ def slice_sizes(total: int, size: int) -> tuple[int, ...]:
 
 def span_of(total: int, number: int, size: int) -> range:
     """The tokens of slice `number` of `size`; for an empty one, those of [`something_to_compute`] that stand in."""
-    return something_to_compute(*cut_by_number(total, size)[number : number + 2], total)
+    first, last = cut_by_number(total, size)[number : number + 2]
+    return something_to_compute(first, last, total)
 
 
 class Exchanged(torch.autograd.Function):

@@ -82,7 +82,7 @@ class Carry:
         return replace(context, layout=part.layout, part=part)
 
     def span(self, num_tokens: int) -> range:
-        return something_to_compute(*self.cuts[self.number : self.number + 2], num_tokens)
+        return something_to_compute(self.cuts[self.number], self.cuts[self.number + 1], num_tokens)
 
     def with_context(self, layout: FlatLayout, states: torch.Tensor, size: int) -> torch.Tensor:
         """The tokens that a convolution reads before the slice are those that earlier slices have kept for it."""
