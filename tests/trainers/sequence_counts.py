@@ -148,7 +148,7 @@ def sent_bytes(flat: FlatModel, batch: FlatBatch, rank: int) -> int:
 
     def counted(output, states, received, sent, **kwargs):
         if states.ndim == 1:  # attention's, not what is gathered of scored tokens
-            found[0] += sum(n for i, n in enumerate(sent) if i != rank) * states[:1].nbytes
+            found[0] += sum(n for i, n in enumerate(sent) if i != rank) * states.element_size()
         return exchange(output, states, received, sent, **kwargs)
 
     with mock.patch.object(dist, "all_to_all_single", counted):

@@ -31,7 +31,7 @@ def span_of(total: int, number: int, size: int) -> range:
 
 
 class Exchanged(torch.autograd.Function):
-    """Send `sent[i]` of the entries of a tensor to process `i`, and receive `received[i]`. The gradient goes back."""
+    """Send `sent[i]` of the entries of a vector to process `i`, and receive `received[i]`. The gradient goes back."""
 
     @staticmethod
     def forward(

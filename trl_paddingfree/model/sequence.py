@@ -153,8 +153,9 @@ class SequenceGroup:
         halo = Halo.of(layout, size, self.rank, self.size)
         if not halo.is_needed:
             return states
-        before = Exchanged.apply(Gather.apply(states, halo.rows), halo.sent, halo.received, self.group)
-        return torch.cat([states, before])
+        sent, got = ([n * states.size(1) for n in numbers] for numbers in (halo.sent, halo.received))
+        before = Exchanged.apply(Gather.apply(states, halo.rows).flatten(), sent, got, self.group)
+        return torch.cat([states, before.view(-1, states.size(1))])
 
     def scan(
         self, layout: FlatLayout, scan: Scan, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]
