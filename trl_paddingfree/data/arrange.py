@@ -7,6 +7,7 @@ example has the weight in the step that it had before.
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -29,14 +30,10 @@ class StepSampler(Sampler[int]):
     keeps_first: bool = False
 
     def __iter__(self) -> Iterator[int]:
-        step: list[int] = []
-        stays = self.keeps_first and len(self) % self.step_size > 0
-        for index in self.sampler:
-            step.append(index)
-            if len(step) == self.step_size:
-                yield from step if stays else self.arrange(step)
-                step, stays = [], False
-        yield from step
+        indices, stays = iter(self.sampler), self.keeps_first and len(self) % self.step_size > 0
+        while step := list(islice(indices, self.step_size)):
+            yield from step if stays or len(step) < self.step_size else self.arrange(step)
+            stays = False
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]
@@ -88,9 +85,9 @@ def by_tokens(
         bins = balance([costs[index] for index in step], len(step) // batch_size)
         # Processes wait for each other after each round of micro-batches, so those of a round cost about the same; and
         # after the step, so rounds are dealt out to processes in turn from the first to the last, and back
-        rounds = [bins[first : first + num_processes] for first in range(0, len(bins), num_processes)]
-        dealt = [bin_ for turn, round_ in enumerate(rounds) for bin_ in (round_[::-1] if turn % 2 else round_)]
-        return [step[item] for bin_ in dealt for item in bin_]
+        rounds = np.array(bins).reshape(-1, num_processes, batch_size)
+        rounds[1::2] = rounds[1::2, ::-1]
+        return np.array(step)[rounds.ravel()].tolist()
 
     return arrange
 
