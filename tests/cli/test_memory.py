@@ -30,7 +30,7 @@ def test_needs_of_a_shape_are_those_of_its_model():
     result = run("dpo", "ours", model=model, train_dataset=preference_data(8, 0), **options)
     measured, predicted = result.trainer.flat.planner.needs, training_needs(config, "lora", 1, as_kernels=False)
     assert predicted.fixed == pytest.approx(measured.fixed, rel=TOLERANCE)
-    load = features_by_layout(BatchCounts(computed=3000, real=4000, padded=6000, distinct=2900))["shared"]
+    load = features_by_layout([BatchCounts(computed=3000, real=4000, padded=6000, distinct=2900)])["shared"][0]
     measured = replace(measured, correction=1)  # `inspect` predicts kernels that pad nothing
     for ours, theirs in zip(predicted.saved(load), measured.saved(load), strict=True):
         assert ours == pytest.approx(theirs, rel=TOLERANCE)
@@ -59,7 +59,7 @@ def test_each_layer_needs_what_one_of_its_type_does(name):
 
 def test_offloading_leaves_one_layer_and_what_is_on_its_way():
     needs = training_needs(model_config("tiny"), "lora", 1)
-    short, long = (features_by_layout(BatchCounts(n, n, n, n))["padding_free"] for n in (1000, 100_000))
+    short, long = features_by_layout([BatchCounts(n, n, n, n) for n in (1000, 100_000)])["padding_free"]
     for load in (short, long):
         (device, host), peaks = needs.offloaded(load), needs.peaks(load)
         assert needs.fixed < device < peaks[0]

@@ -47,6 +47,8 @@ VOCABULARY = 512
 MOST_EXAMPLES = 2**30
 # Tasks that have a reference model
 _WITH_REFERENCE = ("dpo", "kto")
+# The counts of tokens and of keys in each layout
+LAYOUTS = {"padded": ("padded", "padded"), "padding_free": ("real", "real"), "shared": ("computed", "real")}
 # Where a configuration says what each layer is
 _TYPES = ("layer_types", "mlp_layer_types")
 
@@ -169,14 +171,12 @@ def features_of(tokens: float, keys: float, scored: float) -> np.ndarray:
     return features
 
 
-def features_by_layout(counts: BatchCounts) -> dict[str, np.ndarray]:
-    """The features of a batch in each layout: padded, without padding, and with shared prefixes; all tokens score."""
-    of_layouts = {
-        "padded": (counts.padded, counts.padded),
-        "padding_free": (counts.real, counts.real),
-        "shared": (counts.computed, counts.real),
+def features_by_layout(batches: Sequence[BatchCounts]) -> dict[str, np.ndarray]:
+    """`(batches, F)` for each layout: padded, without padding, and with shared prefixes. All tokens score."""
+    return {
+        layout: np.array([features_of(counts[tokens], counts[keys], counts[tokens]) for counts in map(vars, batches)])
+        for layout, (tokens, keys) in LAYOUTS.items()
     }
-    return {layout: features_of(tokens, keys, tokens) for layout, (tokens, keys) in of_layouts.items()}
 
 
 def step_units(task: str, tuning: str) -> int:
@@ -192,9 +192,7 @@ def memory_report(
     sizes = []
     for batch_size, counts in batches.items():
         row: dict[str, Any] = {"batch_size": batch_size}
-        batches_of = [features_by_layout(each) for each in counts]
-        for layout in batches_of[0]:
-            every = np.array([each[layout] for each in batches_of])
+        for layout, every in features_by_layout(counts).items():
             largest = every[every[:, TOKENS].argmax()]
             peaks, (offloaded, host) = needs.peaks(largest), needs.offloaded(largest)
             gib = {"recomputed": peaks[-1], "kept": peaks[0], "offloaded": offloaded, "host": host}
