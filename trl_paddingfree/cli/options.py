@@ -88,7 +88,7 @@ def spelled(argv: Sequence[str]) -> list[str]:
     >>> spelled(["inspect", "my-pairs.jsonl", "--batch-size=4", "--max-length", "512"])
     ['inspect', 'my-pairs.jsonl', '--batch_size=4', '--max_length', '512']
     """
-    return [re.sub("^--[^=]+", lambda name: name[0].replace("-", "_").replace("__", "--", 1), word) for word in argv]
+    return [re.sub("(?<=^--)[^=]+", lambda name: name[0].replace("-", "_"), word) for word in argv]
 
 
 def answer_at_once(task: str, argv: Sequence[str]) -> list[str]:

@@ -149,6 +149,8 @@ def _text_counts(
     rows, collator = rows.select_columns(task.columns), task.make_collator(prefix_sharing=True, **options)
 
     def count(index: np.ndarray) -> BatchCounts:
-        return collator(rows.select(index).to_list())["flat_batch"].counts  # much faster than rows one by one
+        batch = rows[index]  # much faster than rows one by one
+        examples = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+        return collator(examples)["flat_batch"].counts
 
     return len(rows), lengths, count

@@ -122,7 +122,6 @@ def _report_lost(dataset: Dataset, num_kept: int) -> None:
         return
     lost = f"{len(dataset) - num_kept} of {len(dataset)} conversations have no assistant turn after a prompt"
     if not num_kept:
-        first = dataset.select(range(min(10, len(dataset))))["messages"]
-        roles = sorted({str(message["role"]) for messages in first for message in messages})
+        roles = sorted({str(message["role"]) for messages in dataset[:10]["messages"] for message in messages})
         raise ValueError(f"{lost}. The first have the roles {roles}, and turns are those of 'assistant': rename them.")
     logger.warning(f"{lost}: they give no row.")

@@ -82,11 +82,12 @@ def train_all(args: argparse.Namespace, console: Console) -> tuple[str, Any, dic
         tokenizer.save_pretrained(model)
         options |= {"learning_rate": 2e-4, "gradient_checkpointing": False}
         data = data.select(range(len(data))[: args.steps * args.batch_size // EPOCHS + 1])
-    given = {"model": model, "peft_config": LoraConfig(task_type="CAUSAL_LM") if args.use_peft else None}
+    trainers, runs = {}, {}
     # Ours runs first: if the first run is slower because it warms up, that does not favour this package
-    trainer, ours = train(task, OURS, data, options, **given)
-    _, padded = train(task, PADDED, data, options, **given)
-    return task, trainer, {PADDED: padded, OURS: ours}
+    for name in (OURS, PADDED):
+        lora = LoraConfig(task_type="CAUSAL_LM") if args.use_peft else None
+        trainers[name], runs[name] = train(task, name, data, options, model=model, peft_config=lora)
+    return task, trainers[OURS], {name: runs[name] for name in LABELS}
 
 
 def summarize(task: str, trainer: Any, runs: dict[str, Figures]) -> dict[str, Any]:
