@@ -8,22 +8,13 @@ from functools import partial
 import numpy as np
 import pytest
 from datasets import Dataset
-from peft import LoraConfig
 from transformers import AutoTokenizer
-from trl import DatasetMixtureConfig, DPOConfig, DPOTrainer, ScriptArguments, SFTConfig, SFTTrainer
+from trl import DatasetMixtureConfig, ScriptArguments
 
 import trl_paddingfree
-from tests.helpers.tiny import (
-    arguments,
-    conversations,
-    make_model,
-    make_tokenizer,
-    preference_data,
-    prompt_completions,
-    unpaired,
-)
-from tests.runs import run
-from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeOptions
+from tests.helpers.tiny import arguments, conversations, make_model, preference_data, prompt_completions, unpaired
+from tests.runs import make_trainer, run
+from trl_paddingfree import PaddingFreeOptions
 from trl_paddingfree.cli.main import main
 from trl_paddingfree.cli.train import main as run_script
 from trl_paddingfree.data.load import load_data
@@ -33,7 +24,6 @@ COMMANDS = ["inspect", "check", *TRAINING, "env", "quickstart"]
 MODES = ["keep_start", "keep_end"]
 PNG = b"\x89PNG"
 ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
-QUIET = {"bf16": False, "use_cpu": True, "report_to": "none", "save_strategy": "no", "dataloader_pin_memory": False}
 
 
 @pytest.fixture(scope="module")
@@ -118,12 +108,10 @@ def test_inspect_counts_what_training_counts(inspected, tmp_path, task, make_dat
     assert task == "sft" or counts.computed < counts.real
 
 
-def test_inspect_finds_the_pairs_that_trl_truncates_and_drops(inspected, tmp_path, pairs_file):
+def test_inspect_finds_the_pairs_that_trl_truncates_and_drops(inspected, pairs_file):
     report, whole = (inspected(pairs_file, "--max_length", max_length) for max_length in ("16", "0"))
     data = Dataset.from_json(pairs_file)
-    kwargs = {"train_dataset": data, "processing_class": make_tokenizer(), "peft_config": LoraConfig()}
-    trainer = DPOTrainer(make_model(), args=DPOConfig(str(tmp_path), max_length=16, **QUIET), **kwargs)
-    kept = trainer.train_dataset
+    kept = make_trainer("dpo", "padded", **arguments("dpo"), train_dataset=data, max_length=16).train_dataset
     cut = sum(len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"])) > 16 for row in kept)
     assert report["num_dropped"] == len(data) - len(kept) > 0
     assert report["num_truncated"] == cut > 0
@@ -137,16 +125,11 @@ def test_inspect_finds_the_rows_that_trl_drops_from_instructions(inspected, tmp_
     data.to_json(path)
     report = inspected(path, "--max_length", "8")
     whole, cut = (
-        SFTTrainer(
-            make_model(),
-            args=SFTConfig(str(tmp_path), max_length=max_length, **QUIET),
-            train_dataset=data,
-            processing_class=make_tokenizer(),
-        ).train_dataset["input_ids"]
-        for max_length in (None, 8)
+        make_trainer("sft", "padded", **arguments("sft"), train_dataset=data, max_length=limit).train_dataset
+        for limit in (None, 8)
     )
     assert report["num_dropped"] == len(whole) - len(cut) > 0
-    assert report["num_truncated"] == sum(len(ids) > 8 for ids in whole) - report["num_dropped"] > 0
+    assert report["num_truncated"] == sum(len(ids) > 8 for ids in whole["input_ids"]) - report["num_dropped"] > 0
 
 
 def test_inspect_draws_the_same_sample_for_the_same_seed(inspected, pairs_file):
@@ -382,10 +365,8 @@ def test_dpo_trains_and_saves_a_model(tmp_path, pairs_file, model_dir):
 
 
 def test_the_figures_and_the_card_of_a_run_name_the_method(tmp_path):
-    args = PaddingFreeDPOConfig(str(tmp_path), max_steps=1, logging_steps=1, **QUIET)
-    kwargs = {"train_dataset": preference_data(8, 1), "processing_class": make_tokenizer()}
-    trainer = PaddingFreeDPOTrainer(make_model(), args=args, peft_config=LoraConfig(), **kwargs)
-    trainer.train()
+    given = {"train_dataset": preference_data(8, 1), "output_dir": str(tmp_path), "steps": 1}
+    trainer = run("dpo", "shared", **arguments("dpo"), **given).trainer
     figures = trainer.state.log_history[0]
     assert 0 < figures["flat/saved_by_padding_free"] < 1
     assert 0 < figures["flat/saved_by_sharing"] < 1
