@@ -158,7 +158,6 @@ CASES = {
         "adapter, TRL's copy": {"make": adapter},
         "embeddings and head": EMBEDDINGS,
         "precomputed": {"precompute_ref_log_probs": True, "precompute_ref_batch_size": 3},
-        "precomputed, reference": {"adapters": False, "precompute_ref_log_probs": True},
         "precomputed, adapter": {"make": adapter, "precompute_ref_log_probs": True},
         "synced": {"make": of_folder, "sync_ref_model": True, "ref_model_sync_steps": 1, "steps": 4},
         "plain text": {"data": lambda n, seed: preference_data(12, 40417, conversational=False)},
@@ -182,7 +181,6 @@ CASES = {
         "parts": {"ours": {"max_tokens_per_micro_batch": 130}, "per_device_train_batch_size": 6},
         "stream, slices": {"data": streamed("dpo"), "ours": {"max_tokens_per_micro_batch": 10}},
         **{loss: {"loss_type": loss, "label_smoothing": 0.1} for loss in LOSSES},
-        "several losses": {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.5]},
         "all losses": {"loss_type": LOSSES, "label_smoothing": 0.3},
         "robust without smoothing": {"loss_type": "robust"},
         **{
@@ -200,7 +198,6 @@ CASES = {
             "loss_weights": [60.0, 30.0, 60.0, 60.0],
         },
         "ld_alpha": {"ld_alpha": 0.4, "loss_type": ["sigmoid", "ipo", "sft"]},  # also ms-swift#10072
-        "ld_alpha masks the tail": {"ld_alpha": 0.0},
         "ld_alpha, weighted": {
             "ld_alpha": 0.6,
             "use_weighting": True,
@@ -267,7 +264,6 @@ CASES = {
             "train_sampling_strategy": "random",
             "ours": {"max_tokens_per_micro_batch": 24},
         },
-        "slices": {"ours": {"max_tokens_per_micro_batch": 48}, "per_device_train_batch_size": 8},
     },
     "grpo": {
         "grpo": {"loss_type": "grpo", "gradient_accumulation_steps": 2, "temperature": 0.7},

@@ -132,6 +132,7 @@ def test_trls_flag_trains_flat_and_ours_pads_without_a_word(task, caplog):
     assert said_by_us(caplog) == []
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("task", TRAINERS)
 def test_without_a_configuration_it_trains_flat(task, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -176,11 +176,13 @@ def test_a_mask_with_gaps_is_refused():
 
 def test_a_label_in_the_padding_and_another_mask_are_edits():
     batch = FlatBatch.from_rows([[1, 2, 3], [4]], [[-100, 2, 3], [-100]])
-    labels = torch.tensor([[-100, 2, 3], [-100, 5, -100]])
-    assert edits(batch, labels=labels).tolist() == [False, False, True]
-    assert edits(batch, attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]])).tolist() == [False, True, False]
-    assert edits(batch, attention_mask=torch.zeros(2, 3)).tolist() == [False] * 3
-    assert edits(batch, torch.tensor([[1, 2, 3], [4, 8, 9]])).tolist() == [False] * 3  # what stands in the padding
+    for name, rows, edited in (
+        ("labels", [[-100, 2, 3], [-100, 5, -100]], [False, False, True]),
+        ("attention_mask", [[1, 1, 1], [1, 1, 0]], [False, True, False]),
+        ("attention_mask", [[0] * 3] * 2, [False] * 3),
+        ("input_ids", [[1, 2, 3], [4, 8, 9]], [False] * 3),  # what stands in the padding
+    ):
+        assert edits(batch, **{name: torch.tensor(rows)}).tolist() == edited
 
 
 # --- A loss of one's own -------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset, load_dataset
 
-from tests.runs import assert_same, compare, run
+from tests.runs import compare
 from trl_paddingfree import split_turns
 from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
 
@@ -61,10 +61,7 @@ def test_instruction_data(model_of, name, per_turn):
             pytest.skip("no conversations")
         dataset = split_turns(dataset)
         options["train_sampling_strategy"] = "sequential"
-    common = {"model": model_of(dataset), "train_dataset": dataset, **options}
-    padded = run("sft", "padded", **common)
-    for sharing in (False, True):
-        ours = run("sft", "ours", prefix_sharing=sharing, **common)
-        assert_same(padded, ours)
+    model = model_of(dataset)
+    ours = compare("sft", lambda: {"model": model}, dataset, **options).ours
     counts = ours.trainer.total_counts()
     assert counts.distinct <= counts.computed <= counts.real

@@ -100,6 +100,7 @@ def test_images(kind, task, data, passes):
         assert max(max(np.diff(each.schedule.cuts), default=0) for each in passes) <= most
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("task", ["dpo", "sft", "kto", "reward"])
 def test_a_run_that_is_resumed_in_mid_epoch_ends_with_the_same_figures(task, tmp_path, passes):
     options = {"train_dataset": DATA[task](24, SEED), "steps": 4, "output_dir": str(tmp_path), **TINY}

@@ -205,18 +205,16 @@ def with_tools(trainer):
 
     def _generate(prompts):
         prompt_ids, images, _ = generate(trainer, prompts)
-        shown = [[pictures[0]], [pictures[0]], [pictures[1]], []]
-        tool_images = [shown[i % 4] for i in range(len(prompts))]
-        words = [[VOCABULARY[f"w{drawn.randrange(40)}"] for _ in range(drawn.randint(1, 4))] for _ in prompts]
-        told = [*zip(tool_images, words, strict=True)]
-        completions = [[5, *(ids if seen else []), *said] for seen, said in told]
-        mask = [
-            [1, *[0] * (len(said) - len(word) - 1), *[1] * len(word)]
-            for said, word in zip(completions, words, strict=True)
-        ]
-        merged = [(own or []) + seen for own, seen in zip(images or [[]] * len(prompts), tool_images, strict=True)]
-        said = [[{"role": "assistant", "content": str(i % 3)}] for i in range(len(prompts))]
-        return prompt_ids, completions, mask, said, None, {}, merged, tool_images
+        rows = []
+        for i, own in enumerate(images or [[]] * len(prompts)):
+            seen = ([pictures[0]], [pictures[0]], [pictures[1]], [])[i % 4]
+            told = ids if seen else []
+            words = [VOCABULARY[f"w{drawn.randrange(40)}"] for _ in range(drawn.randint(1, 4))]
+            mask = [1, *[0] * len(told), *[1] * len(words)]
+            said = [{"role": "assistant", "content": str(i % 3)}]
+            rows.append(([5, *told, *words], mask, said, (own or []) + seen, seen))
+        completions, masks, said, merged, tool_images = map(list, zip(*rows, strict=True))
+        return prompt_ids, completions, masks, said, None, {}, merged, tool_images
 
     trainer._generate, trainer._image_pad_token_id = _generate, IMAGE_ID
     return trainer
