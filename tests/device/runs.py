@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests import pretend_device
@@ -33,11 +34,8 @@ def assert_as_on_cpu(train: Callable[[], Run], tolerance: float = TOLERANCE) -> 
     with pretend_device.switched_off(), sdpa_kernel(SDPBackend.MATH):  # the device has no other
         expected = train()
     actual = train()
-    devices = {expected.trainer.model.device.type, *(weight.device.type for weight in expected.weights.values())}
-    assert devices == {"cpu"}
-    assert {actual.trainer.model.device, *(weight.device for weight in actual.weights.values())} == {
-        pretend_device.DEVICE
-    }
+    for each, device in ((expected, torch.device("cpu")), (actual, pretend_device.DEVICE)):
+        assert {each.trainer.model.device, *(weight.device for weight in each.weights.values())} == {device}
     on_cpu = replace(actual, weights={name: weight.cpu() for name, weight in actual.weights.items()}, gradients=[])
     off = off_by(replace(expected, gradients=[]), on_cpu, tolerance, ROUNDED)
     assert not off, off

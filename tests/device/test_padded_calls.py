@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from tests.anywhere.test_calls import rows, unlabelled
 from tests.helpers.architectures import tiny_model
 from tests.pretend_device import counted_waits
 from trl_paddingfree import padding_free
@@ -25,16 +26,13 @@ def called(model, inputs):
 def test_a_call_waits_once_and_not_for_rows_of_the_host(name, device):
     on_host = padding_free(tiny_model(name))
     model = copy.deepcopy(on_host).to(device)
-    generator = torch.Generator().manual_seed(1)
-    ids, mask = torch.randint(2, 90, (4, 16), generator=generator), torch.zeros(4, 16, dtype=torch.long)
-    for row, length in enumerate((16, 5, 9, 12)):
-        mask[row, :length], ids[row, :4] = 1, ids[0, :4]
-    given = {"input_ids": ids * mask, "attention_mask": mask}
+    given = unlabelled()
+    mask = given["attention_mask"]
     for inputs in (
         given,
-        {**given, "labels": ids.masked_fill(mask == 0, -100)},
+        rows("right"),
         {**given, "position_ids": mask.cumsum(1) - mask},
-        {"input_ids": ids},
+        {"input_ids": given["input_ids"] + 2},
     ):
         expected = on_host(**inputs).logits
         waits, logits = called(model, {key: x.to(device) for key, x in inputs.items()})

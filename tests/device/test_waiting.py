@@ -8,10 +8,10 @@ from transformers import TrainerCallback
 
 from tests.device.runs import SEED, train
 from tests.helpers.architectures import tiny_model
-from tests.helpers.tiny import DATA, arguments, make_model
+from tests.helpers.tiny import DATA, arguments
 from tests.helpers.vision import on_images, vision_pairs
-from tests.pretend_device import WAITS
-from tests.runs import run
+from tests.pretend_device import WAITS, counted_waits
+from tests.runs import make_trainer, run
 from trl_paddingfree.model import attention
 
 # Generated rows are read back once in each pass of a model: what is flat is laid out on the host
@@ -81,36 +81,25 @@ def test_images_wait_nowhere():
     assert places(steps.second) == {}
 
 
-class Inside(TrainerCallback):
-    """What makes the host wait in the forward passes of a model, and in backward passes, once training has begun."""
-
-    def __init__(self, model, monkeypatch):
-        self.waits, self.before, backward = Counter(), Counter(), Accelerator.backward
-
-        def watched(*args, **kwargs):
-            self.begin()
-            backward(*args, **kwargs)
-            self.end()
-
-        monkeypatch.setattr(Accelerator, "backward", watched)
-        model.base_model.register_forward_pre_hook(self.begin)
-        model.base_model.register_forward_hook(self.end)
-
-    def begin(self, *_):
-        self.before = WAITS.copy()
-
-    def end(self, *_):
-        self.waits += WAITS - self.before
-
-    def on_train_begin(self, *args, **kwargs):
-        self.waits.clear()
-
-
 def waits_inside(monkeypatch, layout="shared", **options):
-    model = make_model()
-    inside = Inside(model, monkeypatch)
-    train("sft", layout, lambda: {**arguments("sft", model=model), "callbacks": [inside]}, **options)
-    return inside.waits
+    """What makes the host wait in forward passes of the backbone and in backward passes, once it has been proven."""
+    options |= {"train_dataset": DATA["sft"](8, SEED), "dataloader_pin_memory": True, "steps": 2}
+    trainer, found = make_trainer("sft", layout, **arguments("sft"), **options), Counter()
+
+    def watched(function):
+        def call(*args, **kwargs):
+            with counted_waits() as waits:
+                result = function(*args, **kwargs)
+            found.update(waits)
+            return result
+
+        return call
+
+    backbone = trainer.model.get_base_model().base_model
+    for owner, name in ((Accelerator, "backward"), (backbone, "forward")):
+        monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
+    trainer.train()
+    return found
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])

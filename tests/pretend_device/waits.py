@@ -23,9 +23,6 @@ class Wait:
     function: str  # name of the function around the line, with those of its classes
     line: int
 
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line} ({self.function}): {self.reason}"
-
 
 WAITS: Counter[Wait] = Counter()
 # Non-blocking copies from the device that have not arrived: where to, and what
