@@ -75,7 +75,8 @@ class RowsInTraining:
     """
     The reference for gradients: log-probabilities of four long rows in training mode, as a batch that needs no padding,
     and the gradients of their losses. With `trains=False`, only log-probabilities, in evaluation mode. `every_layer`
-    says whether all layers compute; by default, those of small models do.
+    says whether all layers compute; by default, those of small models do. With `scores_all`, both rows of a pair are
+    scored at the prefix that they share: within narrow windows, the gradients of some tokens would nearly vanish else.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class RowsInTraining:
         draw: int = 0,
         trains: bool = True,
         every_layer: bool | None = None,
+        scores_all: bool = False,
     ):
         self.model, self.call, self.trains = model, model if call is None else call, trains
         self.every_layer, self.unit = every_layer, probe.rounding_unit(model)
@@ -98,9 +100,10 @@ class RowsInTraining:
         # Numbers of positions that a flat row can exceed within seconds
         self.position_limits = [limit for limit in positions if limit < longest_flat]
         self.rows = probe.long_rows(model, self.length, draw)
-        # Each token counts differently in the losses; the second row of a pair begins after the shared prefix
+        # Each token counts differently in the losses, and by default those of a shared prefix only in the first row
         self.weights = torch.from_numpy(np.random.default_rng(draw).uniform(0.5, 1.5, (4, self.length - 1)))
-        self.weights[1::2, : int(self.length * probe.SHARED) - 1] = 0
+        if not scores_all:
+            self.weights[1::2, : int(self.length * probe.SHARED) - 1] = 0
         with self.in_training() as left_out, frozen_layers_tried(model) as self.lost:  # that pass no gradient on
             self.parameters = compared_parameters(model) if trains else {}
             self.alone = self.differentiate(probe.row_inputs(model, self.rows))

@@ -35,7 +35,7 @@ def check_slices(
     assert flat is not None
     # Windows of other sizes would be compiled by themselves
     with nullcontext() if is_compiled else probe.narrowed(model):
-        reference = RowsInTraining(model, call, draw, trains=not skipped)
+        reference = RowsInTraining(model, call, draw, trains=not skipped, scores_all=True)
         with reference.in_training():
             size = None if is_compiled else min(_SIZE, reference.length)
             found = reference.compare(flat.route.prefix_sharing, size, is_compiled)
