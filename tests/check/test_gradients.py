@@ -89,7 +89,7 @@ def forgetful(tokens):
                     far = torch.full((segments.lengths[i], start + segments.lengths[i]), True).tril(start)
                     far[:, :tokens] = False
                     vars(layout).setdefault("_derived", {})[
-                        "segment mask", ((start, segments.lengths[i]),), None, None
+                        "_segment_mask", ((start, segments.lengths[i]),), None, None, None
                     ] = far[None, None]
         return attention.segment_attention(layout, previous, module, query, key, value, **kwargs)
 

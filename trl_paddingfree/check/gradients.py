@@ -134,15 +134,18 @@ class RowsInTraining:
         if not self.trains:
             return Pass(self.answers(inputs).double().cpu(), torch.empty(0), {})
         batch: FlatBatch | None = inputs.get("flat_batch")
-        # Slices have embeddings of their own, with one more token if frequencies follow the longest position
-        cuts = (0, self.length) if batch is None else batch.schedule.cuts or (0, batch.input_ids.size(1))
-        sizes, parameters = np.diff(cuts).tolist(), [*self.parameters.values()]
+        parameters = [*self.parameters.values()]
         # Small gradients underflow in float16: training scales its losses, too
         scale = 2.0**8 if probe.compute_dtype(self.model) == torch.float16 else 1.0
         with self.watched(inputs) as embedded:
             log_probs = self.answers(inputs)
             if not embedded:
                 raise RuntimeError("its input embeddings are not what it computes with")
+            # Slices have embeddings of their own, with one more token if frequencies follow the longest position; but
+            # models with images embed all tokens before their decoder
+            sizes = [self.length if batch is None else batch.input_ids.size(1)]
+            if batch is not None and 1 < len(batch.schedule.cuts) <= len(embedded) + 1:
+                sizes = np.diff(batch.schedule.cuts).tolist()
             pieces = embedded[-len(sizes) :]
             loss = (log_probs * self.weights.to(log_probs))[[*rows]].sum() * scale
             # Within the context, as slices are computed again in the backward pass
