@@ -20,7 +20,7 @@ from transformers.utils import logging
 from .. import upstream
 from ..flat.batch import FlatBatch, Inputs
 from .adapters import why_padded
-from .architecture import TYPE_ROWS, takes_images
+from .architecture import TYPE_ROWS, takes_images, wants
 from .attention import StandIn
 from .flat_model import FlatModel
 from .forward import flat_forward, flat_inputs, layout_arguments
@@ -183,9 +183,9 @@ class PaddedCalls(PaddedRows):
 
     def _asks_for_logits(self, inputs: Inputs) -> bool:
         """Whether a call wants logits of all tokens, and nothing else."""
-        is_plain = not any(torch.is_tensor(x) or x for x in map(inputs.get, (*OF_HEADS, "fused_lm_head")))
-        is_tuple = inputs.get("return_dict", self.flat.model.config.return_dict) is False
-        return is_plain and not (is_tuple or self.flat.is_pooled or self._wants(inputs, "output_router_logits"))
+        if self.flat.is_pooled or any(torch.is_tensor(x) or x for x in map(inputs.get, (*OF_HEADS, "fused_lm_head"))):
+            return False
+        return wants(self.flat.model.config, inputs, "return_dict") and not self._wants(inputs, "output_router_logits")
 
     # --- rows become flat -------------------------------------------------------------------------------------------
 
