@@ -116,8 +116,8 @@ def test_two_processes_train_as_with_padding(model_dir, tmp_path):
     """
     options = {"lora": True, "max_steps": 3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     options |= {"evaluate": 9, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}
-    arranged = {**options, "arrange_micro_batches": "tokens", "max_tokens_per_micro_batch": 90}
-    parts = {**options, "max_tokens_per_micro_batch": 90}
+    parts = {**options, **IN_PARTS}
+    arranged = {**parts, "arrange_micro_batches": "tokens"}
     settings = {"trl": {**options, "padding_free": False}, "arranged": arranged, "parts": parts}
     many = launch(2, *(("dpo", model_dir, tmp_path / name, given) for name, given in settings.items()))
     many = dict(zip(settings, many, strict=True))

@@ -78,16 +78,15 @@ def test_a_trainer_knows_how_long_rows_are_after_truncation(given, longest, mode
     assert not trainer.exceeds(longest)
 
 
-@pytest.mark.parametrize(("mode", "prefix_sharing"), [("keep_start", True), ("keep_end", True), ("keep_end", False)])
-def test_predicted_tokens_are_those_of_the_batch(mode, prefix_sharing):
-    rng = np.random.default_rng(SEED)
-    collator = PreferenceCollator(0, 20, mode, padding_free=True, prefix_sharing=prefix_sharing)
-    for lengths in rng.integers(2, 20, (40, 3)):
+def test_predicted_tokens_are_those_of_the_batch():
+    """Of two completions, in all cases; of three, tests/test_write_a_trainer.py has the other ways to cut and share."""
+    collator = PreferenceCollator(0, 20, "keep_end", padding_free=True, prefix_sharing=True)
+    for lengths in np.random.default_rng(SEED).integers(2, 20, (40, 3)):
         # tokens that occur once, so that only the prompt is shared
         ids = np.split(np.arange(1, 1 + lengths.sum()), np.cumsum(lengths)[:2])
         names = ("prompt_ids", "chosen_ids", "rejected_ids")
         batch = collator([{name: part.tolist() for name, part in zip(names, ids, strict=True)}])
-        (predicted,) = example_tokens(truncated(lengths[None], 20, mode), prefix_sharing)
+        (predicted,) = example_tokens(truncated(lengths[None], 20, "keep_end"), True)
         assert batch["flat_batch"].counts.computed == predicted
 
 
@@ -159,22 +158,20 @@ def test_an_example_above_the_budget_runs_in_slices_and_others_in_parts(model_di
 def test_frequencies_that_follow_the_longest_row_couple_examples_where_rows_reach_them(tokenizer, kind):
     data = {"dpo": preference_data(16, SEED), "sft": conversations(16, SEED)}
 
-    def trained(task, layout, limit, **options):
-        models = {name: make_model(**following_rotary(limit, kind)) for name in ("model", "ref_model")}
+    def trained(task, layout, **options):
+        models = {name: make_model(**following_rotary(24, kind)) for name in ("model", "ref_model")}
         given = models if task == "dpo" else {"model": models["model"]}
         return run(task, layout, **given, train_dataset=data[task], processing_class=tokenizer, steps=2, **options)
 
+    below, parts = {"max_length": 24}, {"max_tokens_per_micro_batch": 80}
+    moved = {"arrange_micro_batches": "tokens"}
     for task in data:
         with pytest.raises(ValueError, match=f"`rope_type='{kind}'` and rows of more than 24 tokens the loss"):
-            trained(task, "ours", 24, arrange_micro_batches="tokens")
+            trained(task, "ours", **moved)
     # Rows that stay below, and rows beyond that nothing moves, train as padded TRL's. So do parts of a micro-batch
-    below, beyond = {"max_length": 24, "limit": 24}, {"limit": 24}
-    parts = {"max_tokens_per_micro_batch": 80}
-    padded = [trained("sft", "padded", **options) for options in (below, beyond)]
-    assert_same(padded[0], trained("sft", "ours", **below, arrange_micro_batches="tokens"), ignored=PER_MICRO_BATCH)
-    for limited in ({}, parts):
-        assert_same(padded[1], trained("sft", "ours", **beyond, **limited), ignored=PER_MICRO_BATCH)
-    assert_same(trained("dpo", "padded", 24), trained("dpo", "ours", 24, **parts), ignored=PER_MICRO_BATCH)
+    for task, both, ours in (("sft", below, moved), ("sft", {}, {}), ("sft", {}, parts), ("dpo", {}, parts)):
+        padded = trained(task, "padded", **both)
+        assert_same(padded, trained(task, "ours", **both, **ours), ignored=PER_MICRO_BATCH)
     with pytest.raises(ValueError, match="`pad_to_multiple_of=32`: .* beyond 24 tokens"):
         trained("sft", "ours", **below, pad_to_multiple_of=32)
 
@@ -219,5 +216,6 @@ def test_a_trainer_of_ones_own_may_ask_for_outputs(model_dir):
     common = {"model": model_dir, "train_dataset": preference_data(16, SEED), "steps": 2}
     common["per_device_train_batch_size"] = 8
     plain = run("dpo", "ours", **common)
-    assert_same(plain, run("dpo", "ours", trainer_class=Mine, **common), ignored=())
-    assert_same(plain, run("dpo", "ours", trainer_class=Mine, **common, max_tokens_per_micro_batch=130), ignored=())
+    for limit in (None, 130):
+        ours = run("dpo", "ours", trainer_class=Mine, **common, max_tokens_per_micro_batch=limit)
+        assert_same(plain, ours, ignored=())

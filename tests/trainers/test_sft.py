@@ -171,12 +171,6 @@ def test_truncated_away_examples_are_dropped_and_counted(model_dir, caplog):
     assert f"dropped {dropped} of {len(rows)} examples" in caplog.text
 
 
-def test_max_length_is_kept_by_the_trainer_itself(model_dir):
-    """trl#5359."""
-    _, ours = compare(model_dir, conversations(12, SEED), steps=2)
-    assert max(len(ids) for ids in ours.trainer.train_dataset["input_ids"]) == MAX_LENGTH
-
-
 def test_batches_are_not_cut_along_their_first_dimension(model_dir):
     """accelerate#2325, also #2023, #3849: the dispatcher slices and concatenates whatever it finds."""
     trainer = run("sft", "ours", model=model_dir, train_dataset=conversations(12, SEED), steps=1).trainer
