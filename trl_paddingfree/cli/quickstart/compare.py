@@ -76,8 +76,8 @@ def train_all(args: argparse.Namespace, console: Console) -> tuple[str, Any, dic
         if task == "dpo":
             pairs = data if "prompt" in data.column_names else data.map(extract_prompt)
             answers = pairs.select_columns(["prompt", "chosen"]).rename_column("chosen", "completion")
-            own = SFT_OPTIONS | {"max_steps": args.sft_steps, "warmup_steps": args.sft_steps // 10}
-            train("sft", OURS, answers, own, model=llama, processing_class=tokenizer)
+            own = {"output_dir": model, "max_steps": args.sft_steps, "warmup_steps": args.sft_steps // 10}
+            train("sft", OURS, answers, SFT_OPTIONS | own, model=llama, processing_class=tokenizer)
         llama.save_pretrained(model)
         tokenizer.save_pretrained(model)
         options |= {"learning_rate": 2e-4, "gradient_checkpointing": False}
