@@ -146,6 +146,7 @@ MISSPELT = {
     "sft --padding-fee=true": ("unrecognized arguments: --padding_fee=true.", "--padding_free"),
     "dpo --num_proceses 2": ("unrecognized arguments: --num_proceses", "--num_processes"),
     "dpo --lr_scheduler_type cosin": ("invalid choice: 'cosin'", "cosine"),
+    "dpo --loss_type sigmoi": ("invalid choice: 'sigmoi'", "sigmoid"),
 }
 NAMED = ["--model_name_or_path", "org/model", "--dataset_name", "org/data"]
 
@@ -162,14 +163,15 @@ def test_what_is_misspelt_is_answered_in_one_line_with_what_was_meant(capsys, co
     assert (printed.err.count("\n"), printed.out) == (1, "")
 
 
-def test_a_word_of_a_file_that_an_option_does_not_allow_is_refused_as_on_the_command_line(capsys, tmp_path):
-    (tmp_path / "options.yaml").write_text(
-        "batch_method: paddin\nmodel_name_or_path: org/model\ndataset_name: org/data"
-    )
+@pytest.mark.parametrize("name, wrong, meant", [("batch_method", "paddin", "padding"), ("loss_type", "nl", "nll")])
+def test_a_word_of_a_file_that_an_option_does_not_allow_is_refused_as_on_the_command_line(
+    capsys, tmp_path, name, wrong, meant
+):
+    (tmp_path / "options.yaml").write_text(f"{name}: {wrong}")
     with pytest.raises(SystemExit):
-        cli.main(["sft", "--config", str(tmp_path / "options.yaml")])
-    assert "invalid choice: 'paddin' (choose from " in (error := capsys.readouterr().err)
-    assert error.endswith(" Did you mean `padding`?\n")
+        cli.main(["sft", "--config", str(tmp_path / "options.yaml"), *NAMED])
+    assert f"invalid choice: {wrong!r} (choose from " in (error := capsys.readouterr().err)
+    assert error.endswith(f" Did you mean `{meant}`?\n")
 
 
 def test_a_word_that_is_no_option_is_not_taken_for_a_script_to_launch(capsys):

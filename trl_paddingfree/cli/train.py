@@ -3,6 +3,7 @@
 import argparse
 import os
 import pkgutil
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -113,7 +114,11 @@ class ScriptParser(OneLineParser, TrlParser):
     ours: Any = None  # an argument group, whose class is private
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
-        if (options.get("dest") or names[0].removeprefix("--")) not in _OURS:
+        name = options.get("dest") or names[0].removeprefix("--")
+        if name == "loss_type" and "choices" not in options:  # TRL would only look when it computes the loss
+            words = re.findall(r"'(\w+)'", options["help"].partition("values are")[2].partition(".")[0])
+            options |= {"choices": words or None, "metavar": "LOSS_TYPE"}
+        if name not in _OURS:
             return super().add_argument(*names, **options)
         self.ours = self.ours or self.add_argument_group("options of trl-paddingfree")
         return self.ours.add_argument(*names, **options)
