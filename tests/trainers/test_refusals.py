@@ -86,6 +86,16 @@ ROWS = {
         r"The train data has no `prompt`, only \['question', .* begin with different messages",
     ),
     "images": ("dpo", [{**GOOD, "image": [1]}], "appears to be vision-related"),
+    "images of KTO": (
+        "kto",
+        [{"prompt": "w1", "completion": "w2", "label": True, "images": [1]}],
+        "appears to be vision-related",
+    ),
+    "images of rewards": (
+        "reward",
+        [{**GOOD, "images": [1]}],
+        "a column `images`, and this trainer trains on text only",
+    ),
     "images of SFT": ("sft", [{"messages": user("w1"), "images": [1]}], "appears to be vision-related"),
     "SFT": (
         "sft",

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from tests.helpers.tiny import arguments, different_pairs, preference_data, reward_model
-from tests.runs import assert_same, run
+from tests.runs import compare, run
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.check.prove import check_flat
 from trl_paddingfree.model.flat_model import FlatModel
@@ -26,12 +26,11 @@ plain = partial(arguments, "reward", adapters=False)
 
 
 def test_parts_have_the_least_and_the_greatest_reward_of_the_whole(data):
-    options = {"per_device_train_batch_size": 8, "max_tokens_per_micro_batch": 70, "arrange_micro_batches": "prefix"}
-    padded = run("reward", "padded", **plain(), train_dataset=data, per_device_train_batch_size=8)
-    parted = run("reward", "shared", **plain(), train_dataset=data, **options)
-    assert_same(padded, parted)
-    del options["max_tokens_per_micro_batch"]
-    whole = run("reward", "shared", **plain(), train_dataset=data, **options)
+    arranged, size = {"arrange_micro_batches": "prefix"}, {"per_device_train_batch_size": 8}
+    parted = compare(
+        "reward", plain, data, ("shared",), ours={**arranged, "max_tokens_per_micro_batch": 70}, **size
+    ).ours
+    whole = run("reward", "shared", **plain(), train_dataset=data, **arranged, **size)
     assert parted.trainer.total_counts().computed > whole.trainer.total_counts().computed
 
 

@@ -135,6 +135,10 @@ def settings(options, groups=1, **more):
     return {**options, "gradient_accumulation_steps": accumulate, **more}
 
 
+def padded_settings(options, groups=1):
+    return settings({x: y for x, y in options.items() if x not in OURS}, groups, padding_free=False)
+
+
 def figures(run):
     """Every logged figure but those of the machine."""
     logged = {(e["step"], name): x for e in run["log"] for name, x in e.items()}
@@ -152,8 +156,7 @@ def assert_as_padded(folder_of, tmp_path, world, size, names, engine=None):
     for name, result in zip(names, many, strict=True):
         task, model, options = CASES[name]
         assert result["world"] == world
-        padded = settings({x: y for x, y in options.items() if x not in OURS}, padding_free=False)
-        one = alone(task, folder_of(model), tmp_path / f"{name} padded", padded)
+        one = alone(task, folder_of(model), tmp_path / f"{name} padded", padded_settings(options))
         folders = () if engine else (tmp_path / f"{name} padded", tmp_path / f"{name} many")
         ignore = () if groups == 1 and name != "arranged" else PER_MICRO_BATCH
         # Before training every pair of precomputed references is a tie, which rounding breaks
@@ -212,9 +215,9 @@ def test_two_groups_of_two_train_what_padded_trl_trains_in_two_processes(folder_
     ours, padded = [], []
     for name in names:
         task, model, options = CASES[name]
-        given, without = settings(options, 2), settings({x: y for x, y in options.items() if x not in OURS}, 2)
-        ours.append((task, folder_of(model), tmp_path / f"{name} ours", {**given, "sequence_parallel_size": 2}))
-        padded.append((task, folder_of(model), tmp_path / f"{name} padded", {**without, "padding_free": False}))
+        given = settings(options, 2, sequence_parallel_size=2)
+        ours.append((task, folder_of(model), tmp_path / f"{name} ours", given))
+        padded.append((task, folder_of(model), tmp_path / f"{name} padded", padded_settings(options, 2)))
     for name, one, other in zip(names, launch(2, *padded), launch(4, *ours), strict=True):
         folders = tmp_path / f"{name} padded", tmp_path / f"{name} ours"
         assert_same_run(one, other, *folders, ignore=("accuracies",) if name == "precomputed" else ())

@@ -16,7 +16,6 @@ from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 
 from scripts.vision_table import refused_model
 from tests.helpers.pages import ROOT
-from tests.helpers.tiny import make_model, make_tokenizer
 from tests.helpers.vision import (
     BUILDABLE,
     SAMPLE,
@@ -292,24 +291,16 @@ def test_later_edits_are_refused(limit):
     ("task", "options", "message"),
     [
         ("dpo", {"arrange_micro_batches": "tokens"}, "`arrange_micro_batches='tokens'` goes by the lengths of all"),
-        ("reward", {}, "The data has a column `images`, and this trainer trains on text only"),
         # In TRL's words
         ("dpo", {"precompute_ref_log_probs": True}, "`precompute_ref_log_probs=True` is not supported for vision data"),
         ("dpo", {"truncation_mode": "keep_end", "max_length": 9}, "truncation_mode='keep_end' is not supported for v"),
         ("dpo", {"pad_to_multiple_of": 8}, "Padding to a multiple of a value is not yet implemented"),
         ("sft", {"packing": True}, "Packing is not supported for vision datasets"),
-        (
-            "kto",
-            {"model": make_model(), "processing_class": make_tokenizer(), "ref_model": None},
-            "appears to be vision-related",
-        ),
     ],
 )
 def test_what_images_rule_out(task, options, message):
-    arguments = {**on_images("llava", "dpo" if task == "reward" else task), **options}
-    if task == "reward":
-        del arguments["ref_model"]
-    data = {"kto": vision_labelled, "sft": vision_completions}.get(task, vision_pairs)(4, SEED)
+    arguments = {**on_images("llava", task), **options}
+    data = (vision_completions if task == "sft" else vision_pairs)(4, SEED)
     with pytest.raises((ValueError, NotImplementedError), match=message):
         make_trainer(task, "ours", **arguments, train_dataset=data)
 
