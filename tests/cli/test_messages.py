@@ -163,7 +163,9 @@ def test_what_is_misspelt_is_answered_in_one_line_with_what_was_meant(capsys, co
     assert (printed.err.count("\n"), printed.out) == (1, "")
 
 
-@pytest.mark.parametrize("name, wrong, meant", [("batch_method", "paddin", "padding"), ("loss_type", "nl", "nll")])
+@pytest.mark.parametrize(
+    ("name", "wrong", "meant"), [("batch_method", "paddin", "padding"), ("loss_type", "nl", "nll")]
+)
 def test_a_word_of_a_file_that_an_option_does_not_allow_is_refused_as_on_the_command_line(
     capsys, tmp_path, name, wrong, meant
 ):
