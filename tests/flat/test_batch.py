@@ -37,43 +37,20 @@ def test_the_first_token_of_a_sequence_is_never_a_target(prefix_sharing):
         assert (batch.position_ids[0][following] > 0).all()
 
 
-def test_a_flat_batch_is_one_row():
-    """transformers#39121."""
-    for _, batch in random_batches():
-        assert {len(x) for x in (batch.input_ids, batch.position_ids, batch.shift_labels)} == {1}
-
-
 @pytest.mark.parametrize("multiple", [None, 8])
-def test_boundaries_close_at_the_last_token(multiple):
+def test_kernels_get_one_row_and_boundaries_that_close_at_its_last_token(multiple):
     """
-    flash-attention#2324, also pytorch#176793, #186786, #188933: gradients of tokens beyond the last boundary are not
-    initialised.
+    transformers#39121: more rows than one. flash-attention#2324, also pytorch#176793, #186786, #188933: gradients of
+    tokens beyond the last boundary are not initialised. flash-attention#443, also #1778: queries of a segment with
+    fewer keys see nothing, and their gradients are NaN.
     """
     for _, batch in random_batches(pad_to_multiple_of=multiple):
         layout = batch.layout
+        assert {len(x) for x in (batch.input_ids, batch.position_ids, batch.shift_labels)} == {1}
         assert layout.cu_seqlens_q[-1] == batch.input_ids.size(1)
         keys = batch.input_ids.size(1) if layout.kv_index is None else len(layout.kv_index)
         assert layout.cu_seqlens_k[-1] == keys
-
-
-def test_no_segment_has_more_queries_than_keys():
-    """flash-attention#443, also #1778: such queries see nothing, and their gradients are NaN."""
-    for _, batch in random_batches():
-        segments = batch.layout.segments
-        assert all(q <= k for q, k in zip(segments.lengths, segments.key_lengths, strict=True))
-
-
-def test_padding_has_positions():
-    """
-    LLaMA-Factory#10736, also #7318, and VeOmni#746, #136, #845: padding with position 0 makes one sequence of every
-    padding token.
-    """
-    batch = FlatBatch.from_rows(ROWS, ROWS, pad_to_multiple_of=16)
-    assert batch.position_ids.shape == batch.input_ids.shape
-    without = FlatBatch.from_rows(ROWS, ROWS)
-    tail = batch.input_ids.size(1) - without.input_ids.size(1)
-    assert batch.position_ids[0, -tail:].tolist() == list(range(tail))
-    assert len(batch.layout.segments.lengths) == len(without.layout.segments.lengths) + 1
+        assert (layout.cu_seqlens_q.diff() <= layout.cu_seqlens_k.diff()).all()
 
 
 def test_counts_are_gathered_on_the_models_device():

@@ -20,10 +20,9 @@ def test_each_token_is_answered_from_its_own_path(rows):
     layout = FlatLayout.from_segments(share_prefixes([np.array(row) for row in rows])[0])
     segments, calls = layout.segments, AttentionCalls.of(layout)
     assert sorted(i for call in calls.segments for i in call) == list(range(len(segments.lengths)))
-    queries = np.arange(segments.num_tokens) if calls.query_rows is None else calls.query_rows.index.numpy()
-    answers = np.arange(segments.num_tokens) if calls.answers is None else calls.answers.index.numpy()
-    keys = np.arange(segments.num_tokens) if calls.key_rows is None else calls.key_rows.index.numpy()
-    assert (queries[answers] == np.arange(segments.num_tokens)).all()
+    every, gathered = np.arange(segments.num_tokens), (calls.query_rows, calls.answers, calls.key_rows)
+    queries, answers, keys = (every if rows is None else rows.index.numpy() for rows in gathered)
+    assert (queries[answers] == every).all()
     first_query = first_key = 0
     for call, most_queries, most_keys in zip(calls.segments, calls.queries, calls.keys, strict=True):
         for i in call:

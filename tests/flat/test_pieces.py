@@ -61,36 +61,26 @@ def test_each_token_has_one_slot_and_each_piece_starts_where_its_parent_ends(dra
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
+@pytest.mark.parametrize("is_whole", [True, False])
 @pytest.mark.parametrize("draw", range(SEED, SEED + 5))
-def test_the_tokens_before_a_token_are_those_of_its_own_path(draw, size):
-    layout = FlatLayout.from_segments(random_segments(draw))
-    axis, places = View.of(layout.segments, 0, layout.segments.num_tokens).with_context(size)
-    for i, (start, length) in enumerate(zip(layout.segments.starts, layout.segments.lengths, strict=True)):
-        path = [-1] * size + layout.segments.path(i).tolist()
-        for k in range(length):
-            place = int(places[layout.segments.offsets[i] + k])
-            assert axis[place - size : place + 1].tolist() == path[start + k : start + k + size + 1]
-
-
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("draw", range(SEED, SEED + 10))
-def test_the_axis_of_a_slice_is_its_part_of_the_axis_of_all(draw, size):
-    """With the states of the tokens before the slice behind its own, wherever it begins and ends."""
+def test_the_tokens_before_a_token_are_those_of_its_own_path(draw, is_whole, size):
+    """In a slice, with the states of the tokens before it behind its own, wherever it begins and ends."""
     layout = FlatLayout.from_segments(random_segments(draw))
     segments, total = layout.segments, layout.segments.num_tokens
-    axis, places = View.of(segments, 0, total).with_context(size)
     first, last = sorted(np.random.default_rng(draw).choice(total + 1, 2, replace=False).tolist())
-    span, before = range(first, last), View.of(segments, first, last).before(size)
+    span = range(total) if is_whole else range(first, last)
+    before = View.of(segments, span.start, span.stop).before(size)
     assert (np.diff(before) > 0).all()
-    assert (before < first).all()
+    assert (before < span.start).all()
     context, tokens = Context.of(layout, size, span), np.array([*span, *before])
     own = tokens[context.rows.index]
     if context.rows.empty is not None:
         own[context.rows.empty] = -1
     assert set(before) <= set(own.tolist())
+    paths = [np.append([-1] * size, segments.path(i)) for i in layout.seq_idx[0]]  # of each token
     for token, place in zip(span, context.places.tolist(), strict=True):
-        expected = axis[places[token] - size : places[token] + 1]
-        assert own[place - size : place + 1].tolist() == expected.tolist()
+        end = segments.position_ids[token] + size + 1
+        assert own[place - size : place + 1].tolist() == paths[token][end - size - 1 : end].tolist()
 
 
 def test_what_shares_nothing_is_one_level():

@@ -1,5 +1,8 @@
 """The value objects: what is derived from lengths, parents and starts, against their definitions."""
 
+import pickle
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +12,7 @@ from torch.distributed.utils import _apply_to_tensors
 
 from trl_paddingfree import FlatBatch, Segments
 from trl_paddingfree.flat import transfer
+from trl_paddingfree.flat.layout import Gather
 from trl_paddingfree.flat.segments import KEYS_OF_A_TOKEN, num_distinct_tokens, share_prefixes
 
 # Few different tokens and short rows: prefixes, identical rows and rows that are prefixes of others are common
@@ -26,7 +30,7 @@ def labels_of(rows, scored_from):
         (((3, 2), (-1, 1), (0, 1)), "Segment 1 has parent 1"),
         (((3, 2), (-1, 0), (0, 4)), "Segment 1 starts at 4"),
         (((3, 2), (-1, -1), (0, 1)), "Segment 1 starts at 1"),
-        (((3,), (-1, -1), (0,)), "one entry per segment"),
+        (((3,), (-1, -1), (0,)), "is longer than argument 1"),
     ],
 )
 def test_invalid_segments_are_refused_by_name(segments, message):
@@ -137,6 +141,10 @@ def test_a_row_that_another_goes_on_from_costs_no_keys_however_short_it_is():
 
 
 def test_padding_is_one_segment_of_no_row():
+    """
+    LLaMA-Factory#10736, also #7318, and VeOmni#746, #136, #845: padding with position 0 makes one sequence of every
+    padding token.
+    """
     batch = FlatBatch.from_rows([[5, 6, 7]], [[5, 6, 7]], pad_to_multiple_of=8, pad_token_id=9)
     assert batch.input_ids.tolist() == [[5, 6, 7, 9, 9, 9, 9, 9]]
     assert batch.layout.segments.lengths == (3, 5)
@@ -145,17 +153,14 @@ def test_padding_is_one_segment_of_no_row():
 
 
 def test_a_batch_moves_and_pickles_as_one_thing():
-    import pickle
-
     rows = [[1, 2, 3, 4], [1, 2, 5]]
     batch = FlatBatch.from_rows(rows, rows).to("cpu")
     again = pickle.loads(pickle.dumps(batch))
     assert again.to_rows() == rows
     assert again.layout.segments == batch.layout.segments
-    meta = batch.to("meta")
-    assert {meta.input_ids.device, meta.layout.kv_index.device, meta.layout.kv_gather.order.device} == {
-        torch.device("meta")
-    }
+    meta = replace(batch, companion=batch).to("meta")
+    moved = (meta.input_ids, meta.layout.kv_index, meta.layout.kv_gather.order, meta.companion.input_ids)
+    assert {tensor.device for tensor in moved} == {torch.device("meta")}
 
 
 def test_engines_that_make_all_arguments_anew_leave_a_batch_whole():
@@ -188,8 +193,6 @@ def test_what_the_data_loader_has_pinned_is_not_pinned_again(monkeypatch):
 
 @pytest.mark.parametrize("branches", [2, 7])
 def test_gradient_of_the_gather_is_the_sum_over_copies(branches):
-    from trl_paddingfree.flat.layout import Gather
-
     rows = [[1, 2, 3, 4, 10 + b, 5] for b in range(branches)]
     layout = FlatBatch.from_rows(rows, rows).layout
     states = torch.randn(layout.segments.num_tokens, 2, 3, dtype=torch.float64, requires_grad=True)
@@ -200,8 +203,6 @@ def test_gradient_of_the_gather_is_the_sum_over_copies(branches):
 
 
 def test_the_gather_sums_bfloat16_gradients_in_float32():
-    from trl_paddingfree.flat.layout import Gather
-
     rows = [[1, 2, 10 + b] for b in range(1000)]
     layout = FlatBatch.from_rows(rows, rows).layout
     states = torch.zeros(layout.segments.num_tokens, 1, 1, dtype=torch.bfloat16, requires_grad=True)

@@ -79,20 +79,10 @@ def test_each_slice_sees_what_the_whole_sees(seed, with_reach, window):
         positions = segments.position_ids[part.span.start : part.span.stop]
         if window == NO_WINDOW:
             assert made.position_ids[: len(positions)].tolist() == positions.tolist()
-
-
-@given(seeds, windows)
-@settings(max_examples=200, deadline=None)
-def test_nothing_is_kept_that_no_later_slice_reads(seed, window):
-    segments = random_segments(seed)
-    cuts, whole = random_cuts(seed, segments.num_tokens), dense_mask(segments, window)
-    slices = slices_of(FlatLayout.from_segments(segments), cuts, window=window)
-    kept, _ = keys_of(slices)
-    for (_, end), keys in zip(pairwise(cuts), kept, strict=True):
+        for earlier in part.reads:
+            assert expected[:, cuts[earlier] : cuts[earlier + 1]].any()
+    for (_, end), keys in zip(pairwise(cuts), kept, strict=True):  # nothing is kept that no later slice reads
         assert whole[end:, keys].any(0).all()
-    for part in slices:
-        for number in part.reads:
-            assert whole[part.span.start : part.span.stop, cuts[number] : cuts[number + 1]].any()
 
 
 @pytest.mark.parametrize("with_reach", [False, True])

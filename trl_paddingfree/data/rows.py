@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs, row_spans
+from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs, row_starts
 from .lengths import Example
 
 if TYPE_CHECKING:
@@ -62,14 +62,13 @@ def generated_on_host(
     """
     # One copy instead of three: each waits for the device
     ids, mask, targets = torch.stack([input_ids, attention_mask.long(), labels]).cpu()
-    starts, lengths = row_spans(mask)
-    firsts = targets.gather(1, torch.tensor(starts)[:, None])[:, 0]
-    for row, start in enumerate(starts):
-        if start and lengths[row] and firsts[row] != IGNORE_INDEX:
-            raise ValueError(
-                f"Row {row} has a completion and no prompt: TRL would predict its first token from padding. Leave out "
-                "empty prompts, or set `padding_free=False`."
-            )
+    starts = row_starts(mask)
+    without_prompt = (starts > 0) & (targets.gather(1, starts[:, None])[:, 0] != IGNORE_INDEX)
+    if without_prompt.any():
+        raise ValueError(
+            f"Row {int(without_prompt.int().argmax())} has a completion and no prompt: TRL would predict its first "
+            "token from padding. Leave out empty prompts, or set `padding_free=False`."
+        )
     return ids, mask, targets
 
 

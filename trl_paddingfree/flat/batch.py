@@ -16,7 +16,7 @@ import torch
 from .counts import BatchCounts
 from .layout import FlatLayout
 from .schedule import Schedule
-from .segments import Segments, num_distinct_tokens, share_prefixes
+from .segments import num_distinct_tokens, share_prefixes
 from .transfer import HasTensors
 
 if TYPE_CHECKING:
@@ -148,13 +148,11 @@ class FlatBatch(HasTensors):
         if not filled or (reach and not tail):
             tail = pad_to_multiple_of or 1  # without rows too, the model needs a token, and every rank must call it
         if tail:
-            segments = Segments((*segments.lengths, tail), (*segments.parents, -1), (*segments.starts, 0))
+            segments = segments.with_roots([tail])
             flat = np.concatenate([flat, np.full(tail, pad_token_id)])
         positions = segments.position_ids
         if reach:
             positions[-1] = reach - 1  # the last token is padding
-        if images is not None:
-            flat = np.where(flat < 0, images.rules.token_id, flat)
 
         row_index = np.zeros((len(tokens), width), dtype=np.int64)
         row_mask = np.zeros((len(tokens), width), dtype=bool)
@@ -170,7 +168,10 @@ class FlatBatch(HasTensors):
         scored_index = np.flatnonzero(flat_labels != IGNORE_INDEX)
         if not len(scored_index):
             scored_index = np.zeros(1, dtype=np.int64)
-        blocks = None if images is None else images.blocks(tokens, paths, len(flat))
+        blocks = flat_images = None
+        if images is not None:
+            blocks, flat_images = images.blocks(tokens, paths, len(flat)), images.flat(tokens, paths, flat)
+            flat = np.where(flat < 0, images.rules.token_id, flat)
         seen = (np.array(row_index.shape), row_index, row_mask, flat, positions, flat_labels)
         return cls(
             input_ids=torch.from_numpy(flat)[None],
@@ -183,7 +184,7 @@ class FlatBatch(HasTensors):
             scored=scored_index,
             layout=FlatLayout.from_segments(segments, blocks),
             counts=BatchCounts(segments.num_tokens, real, len(tokens) * width, distinct, sum(segments.starts)),
-            images=None if images is None else images.flat(tokens, paths, len(flat)),
+            images=flat_images,
             empty_rows=len(tokens) - len(filled),
             checksum=reduce(lambda checksum, values: crc32(values.tobytes(), checksum), seen, 0),
         )
@@ -258,16 +259,14 @@ class FlatBatch(HasTensors):
         return torch.where(self.row_mask.to(values.device)[..., None], rows, 0)
 
 
-def row_spans(attention_mask: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Where each row of an `(R, L)` mask on the CPU begins, and its length; padding between its tokens is refused."""
-    mask = attention_mask != 0
-    lengths, starts = mask.sum(1), mask.int().argmax(1)
-    places = torch.arange(mask.size(1))
-    without_gaps = (places >= starts[:, None]) & (places < (starts + lengths)[:, None])
-    if not torch.equal(mask, without_gaps):
-        row = int((mask != without_gaps).any(1).nonzero()[0])
+def row_starts(attention_mask: torch.Tensor) -> torch.Tensor:
+    """`(R,)` int64: where each row of an `(R, L)` mask begins. Padding between the tokens of a row is refused."""
+    mask = (attention_mask != 0).int()
+    begins = torch.nn.functional.pad(mask, (1, 0)).diff() > 0
+    gaps = begins.sum(1) > 1
+    if gaps.any():
         raise ValueError(
-            f"Row {row} of `attention_mask` has padding between its tokens, and a flat batch has no place for it: pad "
-            "rows on their left and on their right only, or set `padding_free=False`."
+            f"Row {int(gaps.int().argmax())} of `attention_mask` has padding between its tokens, and a flat batch has "
+            "no place for it: pad rows on their left and on their right only, or set `padding_free=False`."
         )
-    return starts.tolist(), lengths.tolist()
+    return mask.argmax(1)

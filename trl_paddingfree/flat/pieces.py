@@ -74,7 +74,7 @@ class Pieces:
                 boundaries = None
                 if step_cost is None:
                     rows = rows[rows >= 0][None]
-                    boundaries = layout.tensor(np.concatenate([[0], lengths[members].cumsum()]).astype(np.int32))
+                    boundaries = layout.tensor(np.append(0, lengths[members].cumsum()).astype(np.int32))
                 initial = layout.gather_index(place[parents[members]], sizes[depth - 1]) if depth else None
                 if enters[members].any():  # of the first level only
                     states = np.where(enters, np.searchsorted(reads, before), -1)
@@ -84,8 +84,7 @@ class Pieces:
             levels.append(tuple(calls))
             place[np.concatenate(groups)] = np.arange(len(level))
         tokens = np.concatenate(slots)
-        own = np.empty(lengths.sum(), dtype=np.int64)
-        own[tokens[tokens >= 0]] = np.flatnonzero(tokens >= 0)
+        own = np.argsort(tokens, kind="stable")[-lengths.sum() :]  # behind the slots of no token, which are -1
         ends = None
         if len(kept):  # among the pieces of all levels
             of_kept = np.searchsorted(view.span.start + firsts + lengths - 1, kept)
@@ -96,22 +95,30 @@ class Pieces:
 @dataclass(frozen=True)
 class Context:
     """
-    The axis of [`~trl_paddingfree.flat.slices.View.with_context`], taken from the states of a slice, and behind them
-    those of the tokens before it.
+    An axis for convolutions: before each run of a slice stand the tokens that precede it in its row. It is taken from
+    the states of the slice, and behind them those of the tokens before it.
+
+    >>> from trl_paddingfree import Segments
+    >>> layout = FlatLayout.from_segments(Segments(lengths=(6, 3), parents=(-1, 0), starts=(0, 2)))
+    >>> context = Context.of(layout, 2, range(5, 8))
+    >>> context.rows.index.tolist(), context.places.tolist()  # tokens 5, 6 and 7, and behind them 0, 1, 3 and 4
+    ([5, 6, 0, 3, 4, 1, 2], [2, 5, 6])
     """
 
-    rows: GatherIndex  # which of these states is in each place, or none
+    rows: GatherIndex  # which of these states is in each place, or none where a row has fewer tokens
     places: torch.Tensor  # (t,) int64: the place of each token of the slice
 
     @staticmethod
     @once_per_layout
     def of(layout: FlatLayout, size: int, span: range) -> "Context":
-        """The axis of a slice on the layout's device."""
+        """The axis of a slice with `size` tokens before each run, on the layout's device."""
         view = View.of(layout.segments, span.start, span.stop)
-        (index, places), before = view.with_context(size), view.before(size)
+        before, none = view.before(size), np.full(size, -1)
+        index = np.concatenate([np.append(none, run.reads(size))[-run.length - size :] for run in view.runs])
+        places = [run.reads(0) - span.start + number * size for number, run in enumerate(view.runs, 1)]
         outside = len(span) + np.searchsorted(before, index)
         index = np.where(np.isin(index, before), outside, np.maximum(index - span.start, -1))
-        return Context(layout.gather_index(index, len(span) + len(before)), layout.tensor(places))
+        return Context(layout.gather_index(index, len(span) + len(before)), layout.tensor(np.concatenate(places)))
 
 
 @dataclass(frozen=True)
@@ -135,13 +142,14 @@ class PathRows:
         lengths, size = segments.key_lengths, 0
         groups = [[i] for i in range(len(lengths))] if step_cost is None else groups_of_like_length(lengths, step_cost)
         slots: list[np.ndarray] = []
-        own = np.empty(total, dtype=np.int64)
+        firsts = np.empty(len(lengths), dtype=np.int64)  # the slot in which the row of each segment begins
         for group in groups:
             longest = lengths[group[-1]]
             for i in group:
                 slots.append(np.pad(segments.path(i), (0, longest - lengths[i]), constant_values=-1))
-                own[segments.offsets[i] : segments.offsets[i + 1]] = size + np.arange(segments.starts[i], lengths[i])
+                firsts[i] = size
                 size += longest
+        own = np.repeat(firsts, segments.lengths) + segments.position_ids
         shapes = [(len(group), lengths[group[-1]]) for group in groups] if step_cost is not None else [(1, size)]
         return PathRows(tuple(shapes), layout.gather_index(np.concatenate(slots), total), layout.tensor(own))
 

@@ -14,7 +14,7 @@ Segment 2 continues the first two tokens of segment 0 and recomputes the third: 
 different token in each branch, so each branch owns a copy of it and every flat token has one single next token.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -62,11 +62,6 @@ class Segments:
     starts: tuple[int, ...]
 
     def __post_init__(self):
-        if not len(self.lengths) == len(self.parents) == len(self.starts):
-            raise ValueError(
-                f"`lengths`, `parents` and `starts` must have one entry per segment, got {len(self.lengths)}, "
-                f"{len(self.parents)} and {len(self.starts)}."
-            )
         for i, (length, parent, start) in enumerate(zip(self.lengths, self.parents, self.starts, strict=True)):
             if length < 1:
                 raise ValueError(f"Segment {i} has length {length}: leave empty segments out (varlen kernels hang).")
@@ -79,7 +74,12 @@ class Segments:
     @classmethod
     def from_lengths(cls, lengths: Sequence[int]) -> "Segments":
         """Segments that share nothing: one root per length."""
-        return cls(tuple(lengths), (-1,) * len(lengths), (0,) * len(lengths))
+        return cls((), (), ()).with_roots(lengths)
+
+    def with_roots(self, lengths: Sequence[int]) -> "Segments":
+        """These, followed by segments that share nothing."""
+        number = len(lengths)
+        return Segments((*self.lengths, *lengths), (*self.parents, *[-1] * number), (*self.starts, *[0] * number))
 
     def __getstate__(self) -> dict:
         # Data loader workers send the fields only: the rest is cheap to derive again
@@ -131,7 +131,7 @@ class Segments:
     @property
     def cu_seqlens_k(self) -> np.ndarray:
         """`(N+1,)` int32: boundaries of the keys that each segment reads."""
-        return np.concatenate([[0], np.cumsum(self.key_lengths)]).astype(np.int32)
+        return np.append(0, np.cumsum(self.key_lengths)).astype(np.int32)
 
     @property
     def max_seqlen_q(self) -> int:
@@ -161,10 +161,10 @@ class Segments:
         return self._paths[segment]
 
     @cached_property
-    def forks(self) -> np.ndarray:
-        """The flat tokens, ascending, int64, that precede the first one of some segment in its row."""
-        before = [path[start - 1] for path, start in zip(self._paths, self.starts, strict=True) if start]
-        return np.unique(np.array(before, dtype=np.int64))
+    def entered(self) -> np.ndarray:
+        """`(N,)` int64: the flat token that precedes the first one of each segment in its row; -1 for roots."""
+        paths = zip(self._paths, self.starts, strict=True)
+        return np.array([path[start - 1] if start else -1 for path, start in paths])
 
     @cached_property
     def kv_index(self) -> np.ndarray | None:
@@ -244,15 +244,17 @@ def share_prefixes(
     >>> share_prefixes([np.array([1, 2, 3, 4]), np.array([1, 2, 5])])
     (Segments(lengths=(4, 2), parents=(-1, 0), starts=(0, 1)), (0, 1), array([1, 2, 3, 4, 2, 5]))
     """
-    neighbours = adjacent_prefixes(rows)
-    laid_out = _lay_out(rows, alone, *neighbours, KEYS_OF_A_TOKEN)
-    saved, keys = sum(laid_out[0].starts), sum(laid_out[0].key_lengths)
-    return _lay_out(rows, alone, *neighbours, 0) if 0 < saved * KEYS_OF_A_TOKEN < keys else laid_out
+    neighbours, others = adjacent_prefixes(rows), list(map(len, alone))
+    segments, ends, tokens = _lay_out(rows, *neighbours, KEYS_OF_A_TOKEN)
+    if 0 < sum(segments.starts) * KEYS_OF_A_TOKEN < sum(segments.key_lengths) + sum(others):
+        segments, ends, tokens = _lay_out(rows, *neighbours, 0)
+    ends += range(len(segments.lengths), len(segments.lengths) + len(others))
+    return segments.with_roots(others), tuple(ends), np.concatenate([np.zeros(0, np.int64), *tokens, *alone])
 
 
 def _lay_out(
-    rows: Sequence[np.ndarray], alone: Sequence[np.ndarray], order: list[int], prefixes: list[int], keys_of_a_token: int
-) -> tuple[Segments, tuple[int, ...], np.ndarray]:
+    rows: Sequence[np.ndarray], order: list[int], prefixes: list[int], keys_of_a_token: int
+) -> tuple[Segments, list[int], list[np.ndarray]]:
     """
     What [`share_prefixes`] gives, from what [`adjacent_prefixes`] gives of `rows`. In sorted order, two rows have as
     much in common as the adjacent pair between them that has least: all work on tokens is one sort of byte strings and
@@ -260,10 +262,9 @@ def _lay_out(
     """
     ranks: list[int] = []  # of the rows so far, sorted
     row_segments: list[int] = []
-    lengths: list[int] = []
     parents: list[int] = []
     starts: list[int] = []
-    tokens: list[list[np.ndarray]] = []  # of each segment
+    tokens: list[np.ndarray] = []  # of each segment
 
     def ancestor(segment: int, depth: int) -> int:
         """The segment on the path of `segment` that holds token `depth - 1` of the row."""
@@ -273,27 +274,22 @@ def _lay_out(
 
     for row, rank in zip(rows, np.argsort(order).tolist(), strict=True):
         at = bisect_left(ranks, rank)  # earlier rows that are next to this one in sorted order have most in common
-        before = [(min(prefixes[i + 1 : rank + 1]), order[i]) for i in ranks[max(at - 1, 0) : at]]
-        after = [(min(prefixes[rank + 1 : i + 1]), order[i]) for i in ranks[at : at + 1]]
-        insort(ranks, rank)
-        shared, other = max(before + after, default=(0, -1))
+        near = ranks[max(at - 1, 0) : at + 1]
+        ranks.insert(at, rank)
+        common = [(min(prefixes[min(i, rank) + 1 : max(i, rank) + 1]), order[i]) for i in near]
+        shared, other = max(common, default=(0, -1))
         segment = row_segments[other] if shared else -1
         if shared == len(row):
             row_segments.append(ancestor(segment, shared))
-        elif shared and shared == len(rows[other]) == starts[segment] + lengths[segment]:
+        elif shared and shared == len(rows[other]) == starts[segment] + len(tokens[segment]):
             # The other row is a prefix that nothing continues yet: its segment simply goes on
             row_segments.append(segment)
-            tokens[segment].append(row[shared:])
-            lengths[segment] += len(row) - shared
+            tokens[segment] = np.append(tokens[segment], row[shared:])
         else:
             start = max(shared - 1, 0)  # the last common token predicts another token here: this branch owns a copy
             start = start if start * keys_of_a_token >= len(row) else 0
-            row_segments.append(len(lengths))
-            tokens.append([row[start:]])
-            lengths.append(len(row) - start)
+            row_segments.append(len(tokens))
+            tokens.append(row[start:])
             parents.append(ancestor(segment, start) if start else -1)
             starts.append(start)
-    flat = np.concatenate([np.zeros(0, np.int64), *(piece for pieces in tokens for piece in pieces), *alone])
-    number, roots = len(lengths), Segments.from_lengths(list(map(len, alone)))
-    segments = Segments((*lengths, *roots.lengths), (*parents, *roots.parents), (*starts, *roots.starts))
-    return segments, (*row_segments, *range(number, number + len(alone))), flat
+    return Segments(tuple(map(len, tokens)), tuple(parents), tuple(starts)), row_segments, tokens

@@ -57,8 +57,8 @@ class View:
     def of(cls, segments: Segments, start: int, stop: int) -> "View":
         """The tokens from `start` to before `stop`; if there are none, [`something_to_compute`]."""
         span, runs = something_to_compute(start, stop, segments.num_tokens), []
-        for i, offset in enumerate(segments.offsets[:-1]):
-            first, last = max(span.start, offset), min(span.stop, offset + segments.lengths[i])
+        for i, (offset, end) in enumerate(pairwise(segments.offsets)):
+            first, last = max(span.start, offset), min(span.stop, end)
             if first < last:
                 runs.append(Run(last - first, segments.path(i)[: segments.starts[i] + last - offset]))
         return cls(span, tuple(runs), segments)
@@ -70,34 +70,19 @@ class View:
         the span; its length; the piece of the span that it continues, or -1; how many of these are before it on its
         path; and the flat token that precedes it in its row, or -1.
         """
-        pieces: list[tuple[int, int, int, int, int]] = []
-        ended: dict[int, int] = {-1: -1}  # the piece that ends in a token
-        forks = self.segments.forks
-        for run in self.runs:
-            previous, first = np.append(-1, run.path)[-run.length - 1 :][:2].tolist()
-            last = first + run.length - 1
-            for end in (*forks[(forks >= first) & (forks < last)].tolist(), last):
-                parent = ended.get(previous, -1)
-                depth = pieces[parent][3] + 1 if parent >= 0 else 0
-                pieces.append((first - self.span.start, end + 1 - first, parent, depth, previous))
-                ended[end], previous, first = len(pieces) - 1, end, end + 1
-        return np.array(pieces, dtype=np.int64).T
-
-    def with_context(self, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """
-        An axis for convolutions: before each run stand the `size` tokens that precede it in its row. Gives the flat
-        token in each place, or -1 where a row has none, and the place of each token of the span; both int64.
-
-        >>> View.of(Segments(lengths=(6, 3), parents=(-1, 0), starts=(0, 2)), 5, 8).with_context(2)
-        (array([3, 4, 5, 0, 1, 6, 7]), array([2, 5, 6]))
-        """
-        index: list[np.ndarray] = []
-        places: list[np.ndarray] = []
-        for number, run in enumerate(self.runs, 1):
-            before = len(run.path) - run.length
-            index += [np.full(max(size - before, 0), -1), run.reads(size)]
-            places.append(run.path[before:] - self.span.start + number * size)
-        return np.concatenate(index), np.concatenate(places)
+        start, stop = self.span.start, self.span.stop
+        offsets, entered = self.segments.offsets, self.segments.entered
+        cuts = np.unique([start, stop, *offsets, *entered + 1])  # also after each fork
+        bounds = cuts[(cuts >= start) & (cuts <= stop)]
+        firsts, ends = bounds[:-1], bounds[1:]
+        before = firsts - 1
+        is_start = np.isin(firsts, offsets)
+        before[is_start] = entered[np.searchsorted(offsets, firsts[is_start])]
+        parents = np.where(before < start, -1, np.searchsorted(ends, before + 1))
+        depths: list[int] = []
+        for parent in parents.tolist():
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return np.stack([firsts - start, ends - firsts, parents, depths, before])
 
     def before(self, what: What) -> np.ndarray:
         """
@@ -224,9 +209,9 @@ def cut_by_number(total: int, number: int, blocks: np.ndarray | None = None) -> 
     >>> cut_by_number(10, 4), cut_by_number(5, 4)
     ((0, 2, 5, 7, 10), (0, 0, 2, 2, 5))
     """
-    step, end = (1, number + 1) if total >= 2 * number else (2, number)
-    cuts = [step * (i * (total // step) // number) for i in range(end)]
-    return tuple(_before_block(cut, blocks) for cut in (cuts if step == 1 else [*cuts, total]))
+    step = 1 if total >= 2 * number else 2
+    cuts = [step * (i * (total // step) // number) for i in range(number)]
+    return tuple(_before_block(cut, blocks) for cut in (*cuts, total))
 
 
 def sizes_to_try(segments: Segments, largest: int, least: int) -> list[int]:

@@ -15,7 +15,7 @@ from ..data.lengths import Example
 from ..data.rows import CollatedRows
 from ..flat.batch import Inputs
 from ..model.architecture import TYPE_ROWS
-from .cuts import IMAGE_ARGUMENTS, entries_of, equal_images, row_cuts, sources_of
+from .cuts import IMAGE_ARGUMENTS, entries_of, equal_images, row_cuts
 from .examples import images_of
 from .rows import RowImages, VisionRules
 
@@ -43,7 +43,7 @@ class ImagesOnce:
             return self.processor(text=text, **kwargs)
         half = len(text) // 2
         images = kwargs.pop("images")
-        output = self.processor(text=text[:half], images=None if images is None else images[:half], **kwargs)
+        output = self.processor(text=text[:half], images=images and images[:half], **kwargs)
         for name in _ROWS:
             if name in output:
                 output[name] = torch.cat([output[name]] * 2)
@@ -123,8 +123,8 @@ class CollatedImageRows(CollatedRows):
     def with_images(self, rows: Inputs, examples: Sequence[Example], sources: Sequence[int]) -> "CollatedImageRows":
         """These `rows` of some `examples`, which have the images of these sources of this."""
         assert self.cuts is not None
-        numbers, owners = sources_of(sources)
-        owners = [sources[owner] for owner in owners]
+        owners = [*dict.fromkeys(sources)]
+        numbers = list(map(owners.index, sources))
         images = of_images(self.rows) if any(map(images_of, examples)) else {}
         entries = {name: value[entries_of(owners, self.cuts[name])] for name, value in images.items()}
         cuts = {name: [cut[owner] for owner in owners] for name, cut in self.cuts.items()}

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
@@ -68,21 +67,6 @@ def equal_images(arguments: Mapping[str, torch.Tensor], cuts: Mapping[str, Seque
     """
     rows = [*zip(*(arguments[name].split(list(cut)) for name, cut in cuts.items()), strict=True)]
     sums = [torch.stack([x.contiguous().view(torch.uint8).sum() for x in row]) for row in rows]
-    firsts = _firsts(list(map(tuple, torch.stack(sums).tolist())))  # of rows with the same sums of bytes
+    first_with: dict[tuple[int, ...], int] = {}  # of rows with the same sums of bytes
+    firsts = [first_with.setdefault(tuple(key), row) for row, key in enumerate(torch.stack(sums).tolist())]
     return [first if all(map(torch.equal, rows[row], rows[first])) else row for row, first in enumerate(firsts)]
-
-
-def _firsts(keys: Sequence[Any]) -> list[int]:
-    first_with: dict[Any, int] = {}
-    return [first_with.setdefault(key, row) for row, key in enumerate(keys)]
-
-
-def sources_of(keys: Sequence[Any]) -> tuple[list[int], list[int]]:
-    """
-    Rows with equal keys have one source: the number of each row's source, and the first row of each, in order.
-
-    >>> sources_of("abac")
-    ([0, 1, 0, 2], [0, 1, 3])
-    """
-    owners = [*dict.fromkeys(firsts := _firsts(keys))]
-    return [owners.index(first) for first in firsts], owners

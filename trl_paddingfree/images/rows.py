@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers.modeling_outputs import ModelOutput
 
 from ..flat.batch import FlatBatch
@@ -51,8 +52,8 @@ class RowImages:
     The images of `R` rows, from which those of their flat batch are made.
 
     >>> images, rows = RowImages(VisionRules(9), sources=[0, 1]), [np.array([1, 9, 9, 2]), np.array([1, 9, 9, 3])]
-    >>> [row.tolist() for row in images.identities(rows)], [row.tolist() for row in images.features(rows)[0]]
-    ([[1, -1, -2, 2], [1, -3, -4, 3]], [[-1, 0, 1, -1], [-1, 2, 3, -1]])
+    >>> [row.tolist() for row in images.identities(rows)]
+    [[1, -1, -2, 2], [1, -3, -4, 3]]
     """
 
     rules: VisionRules
@@ -62,25 +63,22 @@ class RowImages:
     kept: tuple[tuple[str, torch.Tensor], ...] = ()
     num_pixels: int = 0  # how many numbers the vision tower gets for the sources
 
-    def features(self, rows: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
+    def firsts(self, rows: Sequence[np.ndarray]) -> np.ndarray:
         """
-        `R` int64 arrays with the number of the feature at each placeholder, and -1 at other tokens; and `(S+1,)`, where
-        the features of each source begin. Refuses rows of one source with different placeholders.
+        `(S+1,)` int64: where the features of each source begin, of which each placeholder gets one. Refuses rows of one
+        source with different placeholders.
         """
-        masks = [row == self.rules.token_id for row in rows]
-        counts = [int(mask.sum()) for mask in masks]
+        counts = [int((row == self.rules.token_id).sum()) for row in rows]
         of_source = dict(zip(self.sources, counts, strict=True))
         if counts != [of_source[source] for source in self.sources]:
             raise mismatch(f"tokens of rows, of which some have the same images: {counts}")
-        firsts = np.cumsum([0, *of_source.values()])
-        of_rows = zip(masks, firsts[list(self.sources)], strict=True)
-        return [np.where(mask, first + np.cumsum(mask) - 1, -1) for mask, first in of_rows], firsts
+        return np.cumsum([0, *of_source.values()])
 
     def identities(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """`R` int64 arrays by which rows are compared: tokens, and a negative number for each feature."""
-        return [
-            np.where(number < 0, row, -1 - number) for row, number in zip(rows, self.features(rows)[0], strict=True)
-        ]
+        """`R` int64 arrays by which rows are compared: tokens, and `-1 - f` for the placeholder of feature `f`."""
+        firsts, masks = self.firsts(rows)[list(self.sources)], [row == self.rules.token_id for row in rows]
+        of_rows = zip(rows, masks, firsts, strict=True)
+        return [np.where(mask, -first - np.cumsum(mask), row) for row, mask, first in of_rows]
 
     def counted(self, rows: Sequence[np.ndarray], firsts: np.ndarray) -> dict[str, torch.Tensor]:
         """Arguments of `get_rope_index`, with which a model counts positions: right-padded rows, and their grids."""
@@ -89,14 +87,15 @@ class RowImages:
         ends = np.cumsum([0, *(self.grids.prod(1) // self.rules.patches).tolist()])
         if firsts[-1] != ends[-1] or not np.isin(firsts, ends).all():
             raise mismatch(f"tokens: {firsts[-1]}, images end after: {ends[1:].tolist()}")
-        cuts = np.searchsorted(ends, firsts)
-        lengths = np.array([len(row) for row in rows])
-        mask = np.arange(lengths.max()) < lengths[:, None]
-        ids = np.zeros(mask.shape, np.int64)
-        ids[mask] = np.concatenate(rows)
-        named = {"input_ids": ids, "attention_mask": mask, "mm_token_type_ids": mask & (ids == self.rules.token_id)}
+        cuts, ids = np.searchsorted(ends, firsts), list(map(torch.from_numpy, rows))
         grids = [self.grids[cuts[source] : cuts[source + 1]] for source in self.sources]
-        return {name: torch.from_numpy(x).long() for name, x in named.items()} | {"image_grid_thw": torch.cat(grids)}
+        named = {
+            "input_ids": ids,
+            "attention_mask": list(map(torch.ones_like, ids)),
+            "mm_token_type_ids": [(row == self.rules.token_id).long() for row in ids],
+        }
+        padded = {name: pad_sequence(x, batch_first=True) for name, x in named.items()}
+        return {**padded, "image_grid_thw": torch.cat(grids)}
 
     def blocks(self, rows: Sequence[np.ndarray], paths: Sequence[np.ndarray], size: int) -> np.ndarray | None:
         """`(size,)` int64: the image block of each flat token, or -1; `None` if the model has no such blocks."""
@@ -116,16 +115,12 @@ class RowImages:
             flat[path[inside]] = path[begins][numbers]  # the place of its first token: the same in rows that share it
         return flat
 
-    def flat(self, rows: Sequence[np.ndarray], paths: Sequence[np.ndarray], size: int) -> "FlatImages":
-        """Those of a flat batch of `size` tokens, whose `paths` are the flat positions of the tokens of each row."""
-        wanted, (features, firsts) = np.full(size, -1), self.features(rows)
-        for feature, path in zip(features, paths, strict=True):
-            wanted[path] = feature
-        index = wanted[wanted >= 0]
-        in_order = len(index) == firsts[-1] and bool((index == np.arange(len(index))).all())
+    def flat(self, rows: Sequence[np.ndarray], paths: Sequence[np.ndarray], tokens: np.ndarray) -> "FlatImages":
+        """Those of a flat batch of `tokens` by their identities; `paths` are the places of each row among these."""
+        index, firsts = -1 - tokens[tokens < 0], self.firsts(rows)
         return FlatImages(
             num_features=int(firsts[-1]),
-            feature_index=None if in_order else torch.from_numpy(index),
+            feature_index=None if np.array_equal(index, np.arange(firsts[-1])) else torch.from_numpy(index),
             grids=self.counted(rows, firsts),
             places=np.concatenate(paths),
             kept=self.kept,
