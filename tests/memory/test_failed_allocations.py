@@ -1,7 +1,6 @@
 """An allocation that fails costs a warning and nothing else."""
 
 import gc
-import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.memory import budgeted, fail_once_planned, failing, in_tokens, layered
-from tests.helpers.tiny import lora, preference_data, score
+from tests.helpers.tiny import SEED, lora, preference_data, score
 from tests.runs import TOLERANCE, assert_same, run, train
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.flat.layout import FlatLayout
@@ -18,8 +17,6 @@ from trl_paddingfree.memory.planner import Pass
 from trl_paddingfree.model.architecture import recompute_first
 from trl_paddingfree.trainers import attempts
 from trl_paddingfree.trainers.attempts import Attempt, halve
-
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
 
 @pytest.mark.drawn(3)

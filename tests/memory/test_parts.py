@@ -1,6 +1,5 @@
 """Micro-batches that a budget cannot hold run in parts or in slices, with the loss of the whole."""
 
-import os
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ from transformers.utils import is_torchvision_available
 
 from tests.helpers.architectures import is_older
 from tests.helpers.memory import LAYERS, layered, most_slices, with_images
-from tests.helpers.tiny import following_rotary, lora, make_model, preference_data
+from tests.helpers.tiny import SEED, following_rotary, lora, make_model, preference_data
 from tests.helpers.vision import WITHOUT_TORCHVISION, on_images, vision_pairs
 from tests.runs import assert_same, compare, make_trainer, run
 from trl_paddingfree import FlatBatch
@@ -21,7 +20,6 @@ from trl_paddingfree.memory.engine import adds_up_shards
 from trl_paddingfree.memory.planner import MemoryPlanner
 from trl_paddingfree.model import slices
 
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.3}
 
 
@@ -45,41 +43,32 @@ def test_losses_that_couple_examples_run_in_slices_beneath_the_loss(
         return {"model": model, "processing_class": tokenizer, "peft_config": lora()}
 
     data, options = preference_data(16, SEED), {"steps": 2, "per_device_train_batch_size": 8, **options}
-    limited = {"max_tokens_per_micro_batch": 120}
-    if limit == "memory":
-        hold_tokens(120)
-        limited = {"memory_budget": 8}
-    compare("dpo", make, data, ("ours",), ours=limited, **options)
+    compare("dpo", make, data, ("ours",), ours=limited(limit, 120, hold_tokens), **options)
     assert most_slices(passes) > 1
+
+
+def limited(limit, number, hold_tokens):
+    """Options of a trainer whose micro-batches hold so many tokens."""
+    if limit == "tokens":
+        return {"max_tokens_per_micro_batch": number}
+    hold_tokens(number)
+    return {"memory_budget": 8}
 
 
 @pytest.mark.parametrize(
-    ("options", "reentrant"),
+    ("task", "limit", "reentrant", "options"),
     [
-        ({"loss_type": "grpo", "gradient_accumulation_steps": 2}, True),
-        ({"loss_type": "bnpo", "top_entropy_quantile": 0.5, "use_adaptive_entropy": True}, False),
+        ("grpo", "memory", True, {"loss_type": "grpo", "gradient_accumulation_steps": 2}),
+        ("grpo", "memory", False, {"loss_type": "bnpo", "top_entropy_quantile": 0.5, "use_adaptive_entropy": True}),
+        ("grpo", "tokens", False, {"loss_type": "bnpo", "num_iterations": 2, "peft_config": lora()}),
+        ("rloo", "tokens", True, {"num_iterations": 2, "peft_config": lora()}),
     ],
-    ids=["grpo", "bnpo"],
+    ids=["grpo", "bnpo", "tokens", "rloo"],
 )
-def test_slices_have_the_loss_of_the_whole(data, options, reentrant, passes, hold_tokens):
-    options = {"train_dataset": data, **options}
-    whole = run("grpo", "shared", **layered("grpo"), **options)
-    options["gradient_checkpointing_kwargs"] = {"use_reentrant": reentrant}
-    hold_tokens(30)
-    parts = run("grpo", "shared", **layered("grpo"), **options, memory_budget=8)
-    assert most_slices(passes) > 1
-    assert_same(whole, parts)
-
-
-@pytest.mark.parametrize(("task", "loss_type"), [("grpo", "bnpo"), ("rloo", None)], ids=["grpo", "rloo"])
-def test_a_limit_of_tokens_makes_slices_with_the_loss_of_padded_trl(data, task, loss_type, passes):
-    def make():
-        return {**layered("grpo"), "peft_config": lora()}
-
-    options = {} if loss_type is None else {"loss_type": loss_type}
-    options |= {"num_iterations": 2, "gradient_checkpointing_kwargs": {"use_reentrant": task == "rloo"}}
-    limited = {"max_tokens_per_micro_batch": 25}
-    compare(task, make, data, ("shared",), ours=limited, **options)
+def test_slices_have_the_loss_of_padded_trl(data, task, limit, reentrant, options, passes, hold_tokens):
+    options = {**options, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    ours = limited(limit, 25, hold_tokens)
+    compare(task, partial(layered, "grpo"), data, ("shared",), ours=ours, **options)
     assert most_slices(passes) > 1
 
 
@@ -124,37 +113,29 @@ def test_the_loss_of_routers_in_slices_is_that_of_the_whole(data, passes, hold_t
     assert most_slices(passes) > 1
 
 
-def test_micro_batches_in_parts_count_their_images(monkeypatch):
+@pytest.fixture
+def made(monkeypatch):
+    """A list that gets the parts into which each micro-batch is divided."""
+    made, parts_of = [], MemoryPlanner.parts
+    monkeypatch.setattr(MemoryPlanner, "parts", lambda *args: made.append(parts_of(*args)) or made[-1])
+    return made
+
+
+def test_micro_batches_in_parts_count_their_images(made):
     data = vision_pairs(8, SEED)
     plan = with_images("llava", "dpo", data).flat.planner
     least = plan.needs.fixed + 0.7 * (plan.current.batch.schedule.peak - plan.needs.fixed)
-    whole = run("dpo", "shared", **on_images("llava", "dpo"), train_dataset=data)
-    numbers, parts_of = [], MemoryPlanner.parts
-
-    def watch(*args):
-        parts = parts_of(*args)
-        numbers.append(len(parts))
-        return parts
-
-    monkeypatch.setattr(MemoryPlanner, "parts", watch)
-    options = {"memory_budget": least / GIB}
-    assert_same(whole, run("dpo", "shared", **on_images("llava", "dpo"), train_dataset=data, **options))
-    assert max(numbers) > 1
+    ours = {"memory_budget": least / GIB}
+    compare("dpo", partial(on_images, "llava", "dpo"), data, ("shared",), ours=ours)
+    assert max(map(len, made)) > 1
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl"])
 @pytest.mark.parametrize("loss_type", [["sigmoid"], ["sigmoid", "sft"]], ids=["above the loss", "beneath it"])
-def test_parts_with_and_without_images_follow_padded_trl(kind, loss_type, passes, monkeypatch):
+def test_parts_with_and_without_images_follow_padded_trl(kind, loss_type, passes, made):
     """Positions that a model counts by grids, and parts in which no row has an image while others have."""
     if kind not in WITHOUT_TORCHVISION and not is_torchvision_available():
         pytest.skip("its processor needs torchvision")
-    made, parts_of = [], MemoryPlanner.parts
-
-    def watch(*args):
-        made.append(parts_of(*args))
-        return made[-1]
-
-    monkeypatch.setattr(MemoryPlanner, "parts", watch)
     options = {"loss_type": loss_type, "per_device_train_batch_size": 8}
     options["ours"] = {"max_tokens_per_micro_batch": 40}
     compare("dpo", partial(on_images, kind, "dpo", lora=True), vision_pairs(8, SEED), ("shared",), **options)

@@ -1,6 +1,5 @@
 """The bytes that a memory budget predicts are those that training keeps."""
 
-import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ from tests.helpers.architectures import is_older, tiny_model
 from tests.helpers.memory import BOLD, CAUTIOUS, KINDS, LAYERS, budgeted, byte_per_token, layered, ready, with_images
 from tests.helpers.reference_flash import varlen_on
 from tests.helpers.reference_state import reference_state_kernels
-from tests.helpers.tiny import DATA, conversations, following_rotary, lora, make_model, preference_data
+from tests.helpers.tiny import DATA, SEED, conversations, following_rotary, lora, make_model, preference_data
 from tests.helpers.vision import vision_messages, vision_pairs
 from tests.runs import run
 from trl_paddingfree import FlatBatch
@@ -30,7 +29,6 @@ from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import Route
 
 VARLEN = {"prefix_sharing": True, "flat_attention": "varlen", "model_init_kwargs": {"dtype": "bfloat16"}}
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
 
 def counted(trainer, batch, number):
@@ -93,10 +91,9 @@ def test_predicted_bytes_of_experts(attention, tokenizer):
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     model = make_model("qwen3_moe", num_hidden_layers=LAYERS, **sizes)
     model.set_attn_implementation(attention)
-    kwargs = {"processing_class": tokenizer, "peft_config": lora()}
+    options = {"processing_class": tokenizer, "peft_config": lora()}
     # Of few tokens, not every expert gets some: batches of more
-    options = {**kwargs, "per_device_train_batch_size": 16}
-    assert_predicted(budgeted("dpo", model, preference_data(32, SEED), **options))
+    assert_predicted(budgeted("dpo", model, preference_data(32, SEED), per_device_train_batch_size=16, **options))
 
 
 def test_predicted_bytes_of_layers_with_a_state(tokenizer):
@@ -117,8 +114,7 @@ def test_predicted_bytes_of_states_along_the_tree(model_type, tokenizer):
     # A state of a head is more than its tokens keep, as in real models
     sizes = {"linear_key_head_dim": 32, "linear_value_head_dim": 32} if model_type == "qwen3_5_text" else {}
     models = [tiny_model(model_type, seed=seed, **sizes) for seed in (1, 2)]
-    kwargs = {"processing_class": tokenizer, "ref_model": models[1]}
-    trainer = budgeted("dpo", models[0], data, **kwargs, max_length=512)
+    trainer = budgeted("dpo", models[0], data, processing_class=tokenizer, ref_model=models[1], max_length=512)
     assert trainer.flat.route.states == "tree"
     assert_predicted(trainer)
 
@@ -133,8 +129,8 @@ def test_predicted_bytes_of_4_bit_weights(folder):
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_the_lm_head_works_with_the_bytes_that_are_predicted(tokenizer, dtype):
-    kwargs = {"processing_class": tokenizer}
-    trainer = budgeted("sft", make_model(dtype=dtype, vocab_size=32768), conversations(8, SEED), **kwargs)
+    model, data = make_model(dtype=dtype, vocab_size=32768), conversations(8, SEED)
+    trainer = budgeted("sft", model, data, processing_class=tokenizer)
     ids = torch.randint(32768, (4, 128))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         trainer.model(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False).log_probs.sum().backward()
@@ -145,8 +141,8 @@ def test_the_lm_head_works_with_the_bytes_that_are_predicted(tokenizer, dtype):
 
 
 def test_fixed_bytes_are_those_of_the_tensors(folder):
-    result = run("sft", "ours", model=folder, train_dataset=conversations(8, SEED), memory_budget=8, steps=1)
-    trainer = result.trainer
+    data = conversations(8, SEED)
+    trainer = run("sft", "ours", model=folder, train_dataset=data, memory_budget=8, steps=1).trainer
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     state = [x for s in trainer.optimizer.state.values() for x in s.values() if x.numel() > 1]
     gradients = sum(p.numel() * p.element_size() for p in trained)

@@ -1,6 +1,5 @@
 """Budgets that are too small, or stand beside what they cannot, are refused by name."""
 
-import os
 import re
 
 import pytest
@@ -8,12 +7,10 @@ import torch
 from datasets import concatenate_datasets
 
 from tests.helpers.memory import budgeted, layered, with_images
-from tests.helpers.tiny import conversations, make_model, preference_data
+from tests.helpers.tiny import SEED, conversations, make_model, preference_data
 from tests.helpers.vision import vision_pairs
 from tests.runs import run
 from trl_paddingfree.memory.device import GIB, budget_bytes
-
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
 
 @pytest.mark.slow

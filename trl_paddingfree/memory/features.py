@@ -60,8 +60,7 @@ def slice_features(segments: Segments, cuts: Sequence[int], route: Route) -> np.
     pairs = lengths * keys
     if route.previous == "sdpa":  # which has a mask for segments and slices that continue others, and keeps no scores
         pairs *= keys > lengths
-    runs = np.zeros((len(firsts), len(FEATURES)), np.int64)
-    runs[:, TOKENS : PAIRS + 1] = np.stack([lengths, keys, pairs], axis=1)
-    slices = np.add.reduceat(runs, np.searchsorted(firsts, cuts[:-1]))
+    slices = np.zeros((len(cuts) - 1, len(FEATURES)), np.int64)
     slices[:, CONSTANT] = 1
+    slices[:, TOKENS : PAIRS + 1] = np.add.reduceat([lengths, keys, pairs], np.searchsorted(firsts, cuts[:-1]), 1).T
     return slices

@@ -19,9 +19,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..flat.slices import NO_WINDOW
-from ..model.architecture import checkpointing_layers, recomputable_layers, recompute_first
+from ..model.architecture import checkpointing_layers, recomputable_layers
 from ..model.flat_model import FlatModel, keys_noted
-from ..model.restored import attributes_set, buffers_restored, modes_restored, random_state_restored
+from ..model.restored import attributes_set, buffers_restored, random_state_restored
 from ..model.routes import Route
 from ..model.sequence import scored_sizes
 from ..model.state_layers import state_layers
@@ -177,15 +177,12 @@ def _nonnegative(features: np.ndarray, counts: np.ndarray, *without: int) -> np.
 
 @contextmanager
 def _as_in_training(model: PreTrainedModel, layers: Sequence[GradientCheckpointingLayer]) -> Iterator[None]:
-    """Training mode with gradients, nothing recomputed. Afterwards all that this changes is as before."""
-    flags = [(layer, "gradient_checkpointing", layer.gradient_checkpointing) for layer in checkpointing_layers(model)]
+    """Training mode with gradients, no layer recomputes. Afterwards all that this changes is as before."""
     with (
-        modes_restored(model.modules()),
-        attributes_set(flags),
+        attributes_set((module, "training", True) for module in model.modules()),
+        attributes_set((x, "gradient_checkpointing", False) for layer in layers for x in checkpointing_layers(layer)),
         buffers_restored(model.modules()),
         random_state_restored(model),
         torch.enable_grad(),
     ):
-        model.train()
-        recompute_first(layers, 0)
         yield

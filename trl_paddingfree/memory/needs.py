@@ -42,7 +42,7 @@ class HeadBytes:
 
     def working(self, scored: int, at_once: int | None = None) -> int:
         """Bytes that the head works with for a time, given so many scored tokens, with logits of so many at once."""
-        rows = min(scored if at_once is None else at_once, self.tile[1])
+        rows = min(scored, at_once or scored, self.tile[1])
         return self.constant + self.scored * scored + self.tile[0] * rows
 
 

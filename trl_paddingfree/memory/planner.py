@@ -21,7 +21,7 @@ from ..model.routes import why_not_in_slices
 from ..model.sequence import scored_sizes
 from .device import GIB, PeakMemory
 from .engine import is_sharded
-from .features import SCORED, TOKENS, joined_features, memory_features, slice_features
+from .features import TOKENS, joined_features, memory_features, slice_features
 from .needs import MemoryNeeds
 
 # The least tokens of a slice under `memory_budget`: shorter ones keep no device busy
@@ -71,9 +71,8 @@ class MemoryPlanner:
         self.is_sharded = is_sharded(accelerator)
         self.why_whole = why_not_in_slices(flat_model.model, flat_model.route, flat_model.group)
         self.current: Pass | None = None  # the pass under way that trains, once it is scheduled
-        # Of passes since the last log
-        self.micro_batches = self.slices = self.predicted = 0
-        self.layers_recomputed = 0.0
+        # Of each pass since the last log: its slices, the layers that it recomputes, and its predicted peak
+        self.new: list[tuple[int, float, int]] = []
         # Measured peaks: how many, and the largest ratio of a measured to a predicted one
         self.observed, self.most_measured = 0, 0.0
 
@@ -105,15 +104,14 @@ class MemoryPlanner:
     def _scheduled(self, batch: FlatBatch) -> Schedule:
         segments, tokens = batch.layout.segments, batch.counts.computed
         number, peak = None, 0
-        whole = None if self.needs is None else self.features(batch)
-        if self.needs is not None and whole is not None:
-            number, peak = self.needs.fewest_recomputed(whole, self.budget)
+        if self.needs is not None:
+            number, peak = self.needs.fewest_recomputed(self.features(batch), self.budget)
         if self.why_whole or self._holds(tokens, peak):
             return Schedule(recompute=number, peak=peak)  # refused if it trains and does not fit
         tried = list[Schedule]()
-        low = high = min(self.limit or tokens, tokens)
+        high = min(self.limit or tokens, tokens)
         for low in sizes_to_try(segments, high, LEAST_SLICE):
-            tried.append(self._cut(batch, whole, low))
+            tried.append(self._cut(batch, low))
             if tried[-1].peak <= self.budget:
                 break
             high = low
@@ -121,49 +119,44 @@ class MemoryPlanner:
         # The largest slices that fit, to within an eighth: they keep devices busier, and recompute no more
         while high - low > max(1, low // 8) and best.peak <= self.budget:
             middle = (low + high) // 2
-            if (larger := self._cut(batch, whole, middle)).peak <= self.budget:
+            if (larger := self._cut(batch, middle)).peak <= self.budget:
                 best, low = larger, middle
             else:
                 high = middle
         # Processes that gather weights together must recompute together; after a failed allocation, nothing is to spare
-        return best if self.is_sharded or self.has_shrunk else self._in_slices(batch, whole, best.cuts, keeps=True)
+        return best if self.is_sharded or self.has_shrunk else self._in_slices(batch, best.cuts, keeps=True)
 
     def _agreed(self, batch: FlatBatch, own: Schedule) -> Schedule:
         """The schedule of all processes: the most slices, or the most recomputed layers, that any of them needs."""
         counts = torch.tensor([[own.num_slices, own.recompute or 0]], device=self.accelerator.device)
         # Not `accelerator.gather`, which does nothing while `PartMetrics` collects the metrics of a part
         number, layers = map(int, gather(counts).amax(0).tolist())
-        if number == own.num_slices and (number > 1 or self.needs is None):
+        if number > own.num_slices:
+            return self._in_slices(batch, cut_by_number(batch.counts.computed, number, batch.layout.host_blocks))
+        if number > 1 or self.needs is None:
             return own
-        if number == 1:
-            assert self.needs is not None
-            return Schedule(recompute=layers, peak=int(self.needs.peaks(self.features(batch))[layers]))
-        whole = None if self.needs is None else self.features(batch)
-        return self._in_slices(batch, whole, cut_by_number(batch.counts.computed, number, batch.layout.host_blocks))
+        return Schedule(recompute=layers, peak=int(self.needs.peaks(self.features(batch))[layers]))
 
     def _holds(self, tokens: int, peak: int) -> bool:
         """Whether so many tokens, with such a peak, are within the limit and the budget."""
         return (self.limit is None or tokens <= self.limit) and peak <= self.budget
 
-    def _cut(self, batch: FlatBatch, whole: np.ndarray | None, size: int) -> Schedule:
-        """The schedule in slices of at most `size` tokens, given the `whole` batch's features if there are needs."""
-        return self._in_slices(batch, whole, cut_by_size(batch.layout.segments, size, batch.layout.host_blocks))
+    def _cut(self, batch: FlatBatch, size: int) -> Schedule:
+        """The schedule in slices of at most `size` tokens."""
+        return self._in_slices(batch, cut_by_size(batch.layout.segments, size, batch.layout.host_blocks))
 
-    def _in_slices(
-        self, batch: FlatBatch, whole: np.ndarray | None, cuts: tuple[int, ...], keeps: bool = False
-    ) -> Schedule:
+    def _in_slices(self, batch: FlatBatch, cuts: tuple[int, ...], keeps: bool = False) -> Schedule:
         """
         The schedule of slices, of which as many as fit keep their activations if it `keeps` more than the last. No
         layer recomputes by itself then, neither within them nor in the vision tower.
         """
         # Not in chunks if weights are sharded: each call of the head gathers its own
         chunk = None if self.is_sharded else int(np.diff(cuts).max())
-        if self.needs is None or whole is None:
+        if self.needs is None:
             return Schedule(cuts, head_chunk=chunk)
-        scored = whole[SCORED] if chunk is None else min(whole[SCORED], chunk)
-        slices = slice_features(batch.layout.segments, cuts, self.flat_model.route)
+        whole, slices = self.features(batch), slice_features(batch.layout.segments, cuts, self.flat_model.route)
         stays = kept_keys(batch.layout.segments, cuts, self.needs.per_feature.windows)
-        peaks = self.needs.peaks_of_slices(slices, stays, whole, int(scored))
+        peaks = self.needs.peaks_of_slices(slices, stays, whole, chunk)
         kept = max(int((peaks <= self.budget).sum()), 1) if keeps else 1
         return Schedule(cuts, 0, chunk, int(peaks[kept - 1]), kept)
 
@@ -204,13 +197,13 @@ class MemoryPlanner:
     def least_bytes(self, batch: FlatBatch) -> int:
         """The least bytes in which a batch can be computed."""
         assert self.needs is not None
-        whole, segments, tokens = self.features(batch), batch.layout.segments, batch.counts.computed
+        segments, tokens = batch.layout.segments, batch.counts.computed
         peaks = list[int]()
-        if self.why_whole or self.limit is None or tokens <= self.limit:
-            peaks.append(int(self.needs.peaks(whole).min()))
+        if self.why_whole or self._holds(tokens, 0):
+            peaks.append(int(self.needs.peaks(self.features(batch)).min()))
         if not self.why_whole:
             sizes = sizes_to_try(segments, min(self.limit or tokens, tokens), LEAST_SLICE)
-            peaks += [self._cut(batch, whole, size).peak for size in sizes]
+            peaks += [self._cut(batch, size).peak for size in sizes]
         return min(peaks)
 
     def too_small_for(self, batch: FlatBatch, name: str = "a micro-batch", lower: str = "`max_length`") -> ValueError:
@@ -226,7 +219,7 @@ class MemoryPlanner:
 
     def refuse_oversized(self, tokens: int, name: str = "a micro-batch") -> None:
         """Refuse more tokens than the limit, of a model that cannot compute slices, as `why_whole` says."""
-        if self.limit is not None and tokens > self.limit:
+        if not self._holds(tokens, 0):
             raise ValueError(
                 f"`max_tokens_per_micro_batch={self.limit}` is less than {name} needs ({tokens} tokens), and it cannot "
                 f"be computed in slices: {self.why_whole}. Raise it, or lower `per_device_train_batch_size` or "
@@ -245,12 +238,10 @@ class MemoryPlanner:
         if (current := self.current) is None:  # nothing that trains was computed
             return
         tokens, schedule = current.batch.counts.computed, current.batch.schedule
-        self.micro_batches += 1
-        self.slices += schedule.num_slices
         # The tokens of the slices that are computed once more
         again = schedule.cuts[-1 - schedule.kept_slices] / tokens if schedule.cuts else 0.0
-        self.layers_recomputed += (schedule.recompute or 0) + again * len(self.flat_model.recomputable)
-        self.predicted = max(self.predicted, schedule.peak)
+        recomputed = (schedule.recompute or 0) + again * len(self.flat_model.recomputable)
+        self.new.append((schedule.num_slices, recomputed, schedule.peak))
         # Without gradients and moments, the peak would look as if activations needed next to nothing
         if has_stepped and self.corrects:
             self._correct(current)
@@ -272,10 +263,10 @@ class MemoryPlanner:
 
     def figures(self) -> dict[str, float]:
         """Figures since the last call: over all processes the mean of slices and layers, and the highest prediction."""
-        counts = [self.micro_batches, self.slices, self.layers_recomputed]
-        gathered = of_all_processes([*counts, self.predicted / GIB, self.budget / GIB], self.accelerator)
-        self.micro_batches = self.slices = self.predicted = 0
-        self.layers_recomputed = 0.0
+        slices_of, layers_of, peaks = zip((0, 0.0, 0), *self.new, strict=True)
+        counts = [len(self.new), sum(slices_of), sum(layers_of)]
+        gathered = of_all_processes([*counts, max(peaks) / GIB, self.budget / GIB], self.accelerator)
+        self.new = []
         number, slices, recomputed = gathered[:, :3].sum(0).tolist()
         if not number:
             return {}

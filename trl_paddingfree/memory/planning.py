@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -30,8 +31,8 @@ def make_planner(
     wrapped: torch.nn.Module,
     optimizer: torch.optim.Optimizer | tuple[type, dict[str, Any]],
     head: HeadBytes,
-    images: Sequence[Inputs] = (),
-    arguments: Inputs | None = None,
+    images: Sequence[Inputs],
+    arguments: Inputs,
 ) -> MemoryPlanner:
     """
     The planner of a run for `flat_model`, which is trained, with `option` as `memory_budget`, and a `limit` of tokens.
@@ -60,9 +61,9 @@ def make_planner(
         )
     # Wrappers that gather weights have to be called; that of DDP waits for a backward pass
     call = wrapped if is_sharded(accelerator) else None
-    kept = count_kept_bytes(base, flat_model.route, call, accelerator.device, images, **(arguments or {}))
+    kept = count_kept_bytes(base, flat_model.route, call, accelerator.device, images, **arguments)
     if images:  # a tower that nothing trains keeps nothing
-        training = [i for i, bytes_kept in enumerate(kept.kept.sum(1)) if bytes_kept]
+        training = np.flatnonzero(kept.kept.sum(1)).tolist()
         layers, kept = [layers[i] for i in training], kept.of(training)
     gc.collect()  # what the start-up check has left
     held = device_memory.held
