@@ -106,12 +106,13 @@ SET_ELSEWHERE = {
     "_gradient_checkpointing_func": "transformers.modeling_utils",
     "_modules": "torch.nn.modules.module",
     "_actions": "argparse",
+    "_check_value": "argparse",
     "_ddp_params_and_buffers_to_ignore": "torch.nn.parallel.distributed",
     "_mp_policy": "torch.distributed.fsdp._fully_shard._fsdp_state",
 }
 # Names of PyTorch, accelerate and Python that are used outside of `upstream.py`, by module
 ELSEWHERE = {
-    "cli/train.py": ("_actions", "_ddp_params_and_buffers_to_ignore"),
+    "cli/train.py": ("_actions", "_check_value", "_ddp_params_and_buffers_to_ignore"),
     "memory/saved_bytes.py": ("_base",),
     "model/slices.py": ("_modules",),
     "trainers/attempts.py": ("_version",),

@@ -58,6 +58,6 @@ def test_precomputed_references_are_computed_flat(data, monkeypatch):
         "kto", "shared", **arguments("kto", False), train_dataset=data, steps=1, precompute_ref_log_probs=True
     )
     before_training = len(trained.trainer.train_dataset) // 4 * 2
-    # Of both models: rows, twice with other tokens, beyond the positions. With gradients once, without them once
-    checks = 2 * 4 + 1 + 1
+    # Of both models: rows, twice with other tokens, beyond the positions. With gradients twice, without them once
+    checks = 2 * 4 + 2 + 1
     assert len(calls) == before_training + checks + 2

@@ -101,8 +101,8 @@ def test_generation_is_trls_and_every_pass_is_flat(data, monkeypatch):
     trained = run("grpo", "shared", **make(), train_dataset=data, beta=0.1, num_iterations=2, steps=2)
     assert {(type(name), name) for name in seen} == {(str, "sdpa")}
     assert isinstance(trained.trainer.model.config._attn_implementation, StandIn)
-    # The check tries the rows five times; then one old pass and one of the reference, and two of the policy
-    assert flat == [False] * (5 + 2 + 2)
+    # The check tries the rows six times; then one old pass and one of the reference, and two of the policy
+    assert flat == [False] * (6 + 2 + 2)
 
 
 def test_positions_are_counted_from_the_prompt_where_padded_trl_counts_padding(data):

@@ -178,9 +178,9 @@ def _nonnegative(features: np.ndarray, counts: np.ndarray, *without: int) -> np.
 @contextmanager
 def _as_in_training(model: PreTrainedModel, layers: Sequence[GradientCheckpointingLayer]) -> Iterator[None]:
     """Training mode with gradients, no layer recomputes. Afterwards all that this changes is as before."""
+    recomputing = [(x, "gradient_checkpointing", False) for layer in layers for x in checkpointing_layers(layer)]
     with (
-        attributes_set((module, "training", True) for module in model.modules()),
-        attributes_set((x, "gradient_checkpointing", False) for layer in layers for x in checkpointing_layers(layer)),
+        attributes_set([*((module, "training", True) for module in model.modules()), *recomputing]),
         buffers_restored(model.modules()),
         random_state_restored(model),
         torch.enable_grad(),

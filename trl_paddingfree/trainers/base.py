@@ -203,9 +203,8 @@ class FlatTrainer(Trainer):
 
     def parts_of(self, inputs: Inputs, is_normalized: bool) -> list[Part]:
         """
-        The parts of a micro-batch, which are computed one after another; without a budget, there is one. If processes
-        make each backward pass together, all get the same number. Of a loss that `is_normalized`, divided by the tokens
-        of the whole step, all weights are 1.
+        The parts of a micro-batch, computed one after another: one, without a budget. Processes that make each backward
+        pass together all get the same number. If the whole step's tokens divide the loss, it `is_normalized`.
         """
         return [Part(inputs)]
 
