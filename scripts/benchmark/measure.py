@@ -130,7 +130,8 @@ class Runner:
         """One training step."""
         trainer = self.trainer
         # Under a budget, the trainer resets the peak for each part, and its own `peak_memory` remembers the highest
-        peak = getattr(trainer, "peak_memory", None) or PeakMemory(torch.device(self.settings.device))
+        flat = vars(trainer).get("flat")
+        peak = PeakMemory(torch.device(self.settings.device)) if flat is None else flat.peak_memory
         peak.begin()
         peak.before, before = 0, peak.held
         self.clock = Clock(self.settings.device)

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -18,11 +19,12 @@ from trl_paddingfree.check import prove
 from trl_paddingfree.check.prove import CheckResult, UnprovenModelError
 from trl_paddingfree.flat.batch import FlatBatch
 from trl_paddingfree.flat.layout import FlatLayout
+from trl_paddingfree.flat.schedule import Schedule
 from trl_paddingfree.flat.slices import cut_by_number
 from trl_paddingfree.model.exchange import Halo, head_shares, slice_sizes, span_of
 from trl_paddingfree.model.masks import FlatMask, OtherSlices, PassContext
 from trl_paddingfree.model.routes import choose_route, refuse_unsliceable
-from trl_paddingfree.model.sequence import scored_sizes, slice_of
+from trl_paddingfree.model.sequence import SequenceGroup, owners_of, scored_sizes, slice_of
 from trl_paddingfree.model.state_tree import tree_functions
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
@@ -301,6 +303,17 @@ def test_layers_that_see_rows_are_refused_by_name(model_type):
     model = tiny_model(model_type)
     with pytest.raises(ValueError, match=r"of the class \w+ hand a state on from token to token within whole rows"):
         refuse_unsliceable(model, choose_route(model), 2)
+
+
+def test_tokens_that_stand_in_for_empty_slices_are_not_gathered():
+    rows = [[0, 1, 2], [3, 4]]  # each token is its place on the flat axis
+    whole = FlatBatch.from_rows(rows, rows)
+    for cuts in ((0, 5), (0, 0, 2, 2, 5), (0, 1, 1, 5)):
+        batch = replace(whole, schedule=Schedule(cuts))
+        for rank in range(2):
+            group = SimpleNamespace(rank=rank, size=2, _gathered=lambda values, owners, layout: values)
+            own = SequenceGroup.gather_tokens(group, slice_of(batch, rank, 2).input_ids[0], batch)
+            assert own.tolist() == np.flatnonzero(owners_of(5, 2, cuts) == rank).tolist()
 
 
 def test_slices_that_fail_are_not_tried_on_rows(monkeypatch):
