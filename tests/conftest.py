@@ -58,6 +58,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if mark := item.get_closest_marker("drawn"):
             cases[item.path, item.originalname, *mark.args].append(item)
+        if "trl_1" in item.keywords:
+            item.add_marker(pytest.mark.filterwarnings("default:.*will be removed in v2.0.0:FutureWarning"))
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     seed = os.environ["TRL_PADDINGFREE_SEED"]

@@ -87,6 +87,7 @@ COUNTED = [("dpo", partial(preference_data, conversational=x), mode) for x in (T
 COUNTED += [("sft", make, None) for make in (conversations, prompt_completions, texts)] + [("kto", unpaired, None)]
 
 
+@pytest.mark.trl_1
 @pytest.mark.parametrize(("task", "make_data", "mode"), COUNTED)
 def test_inspect_counts_what_training_counts(inspected, tmp_path, task, make_data, mode):
     data, path = make_data(30, 7), tmp_path / "rows.jsonl"

@@ -304,6 +304,7 @@ CASES = {
 }
 
 
+@pytest.mark.trl_1
 @pytest.mark.drawn(40)
 @pytest.mark.parametrize(
     ("task", "name"), [(task, name) for task, cases in CASES.items() for name in cases], ids=lambda x: x

@@ -126,6 +126,7 @@ def test_activations_that_are_moved_away_and_back_train_the_same(task):
 
 
 @pytest.mark.gpu
+@pytest.mark.trl_1
 @pytest.mark.parametrize("option", ["activation_offloading", "use_liger_kernel"])
 def test_options_that_need_a_gpu_train_the_same(option):
     if option == "use_liger_kernel":

@@ -56,6 +56,7 @@ def test_parts_hold_every_item_once_and_keep_the_limit(tokens, limit):
     assert all(len(part) == 1 or sum(tokens[item] for item in part) <= limit for part in parts)
 
 
+@pytest.mark.trl_1
 @pytest.mark.parametrize(
     ("given", "longest"),
     [
@@ -207,6 +208,7 @@ def test_an_optimizer_that_zero2_has_moved_away_is_refused_beside_parts(model_di
         trainer.refuse_options()
 
 
+@pytest.mark.trl_1
 def test_a_trainer_of_ones_own_may_ask_for_outputs(model_dir):
     class Mine(PaddingFreeDPOTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, **kwargs):

@@ -105,6 +105,7 @@ def test_that_gradients_were_compared_without_images_stands_in_the_log(caplog):
     assert "gradients were compared on text, not with images" in line
 
 
+@pytest.mark.trl_1
 def test_liger_kernels_are_there_when_the_model_is_proven(monkeypatch):
     """transformers puts them on when training starts: a model that is wrong with them would train unseen."""
 

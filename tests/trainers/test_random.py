@@ -18,6 +18,7 @@ SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 DRAWS = int(os.environ.get("TRL_PADDINGFREE_DRAWS", "10"))
 
 
+@pytest.mark.trl_1
 @pytest.mark.drawn(6)
 @pytest.mark.parametrize("seed", range(SEED * 1000, SEED * 1000 + DRAWS))
 def test_a_random_draw_trains_as_padded_trl_does(seed):
@@ -25,6 +26,7 @@ def test_a_random_draw_trains_as_padded_trl_does(seed):
     assert result["verdict"] in ("same", "same in float64", "refused", "TRL refuses"), result
 
 
+@pytest.mark.trl_1
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("seed", [37, 49, 51, 60, 99, 122, 152])
 def test_draws_are_compared_and_not_all_refused(seed):

@@ -292,6 +292,7 @@ MOVED = [
 ]
 
 
+@pytest.mark.trl_1
 @pytest.mark.parametrize(("task", "options", "message"), MOVED)
 def test_examples_are_not_moved_where_that_would_change_the_loss(task, options, message):
     with pytest.raises(ValueError, match=message):

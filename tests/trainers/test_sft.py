@@ -39,6 +39,7 @@ def test_accumulating_eight_times_one_equals_one_batch_of_eight(model_dir):
     runs.assert_same(one, eight, ignored=runs.PER_MICRO_BATCH)
 
 
+@pytest.mark.trl_1
 @pytest.mark.parametrize("kind", ["rows", "packed", "slices"])
 def test_compute_metrics_sees_the_same_predictions(model_dir, kind):
     """Of packed rows, of which the last batch has fewer, all documents; of slices, all of them."""
@@ -71,6 +72,7 @@ def mean_loss(outputs, labels, num_items_in_batch=None):
     return torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
+@pytest.mark.trl_1
 def test_a_loss_function_of_ones_own_sees_whole_micro_batches(model_dir):
     common = {"compute_loss_func": mean_loss}
     for limit in (4 * MAX_LENGTH, MAX_LENGTH // 2):  # in slices beneath the loss
@@ -83,6 +85,7 @@ def by_place(outputs, labels, num_items_in_batch=None):
     return (losses * torch.arange(1, 1 + losses.size(1))).mean() / losses.size(1)
 
 
+@pytest.mark.trl_1
 @pytest.mark.parametrize("strategy", ["bfd", "wrapped"])
 def test_a_loss_function_of_ones_own_sees_packed_rows_as_trl_gives_them(model_dir, strategy):
     options = {"packing": True, "packing_strategy": strategy, "max_length": 64, "compute_loss_func": by_place}

@@ -287,6 +287,7 @@ def test_later_edits_are_refused(limit):
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.trl_1
 @pytest.mark.parametrize(
     ("task", "options", "message"),
     [
