@@ -48,6 +48,7 @@ def test_a_memory_budget_below_most_rows_trains_as_padded_trl(task, passes, hold
     assert_in_slices(passes, 16)
 
 
+@pytest.mark.trl_1
 @pytest.mark.drawn(6)
 @pytest.mark.parametrize(
     ("task", "options"),
