@@ -75,8 +75,9 @@ class RowsInTraining:
     """
     The reference for gradients: log-probabilities of four long rows in training mode, as a batch that needs no padding,
     and the gradients of their losses. With `trains=False`, only log-probabilities, in evaluation mode. `every_layer`
-    says whether all layers compute; by default, those of small models do. With `scores_all`, both rows of a pair are
-    scored at the prefix that they share: within narrow windows, the gradients of some tokens would nearly vanish else.
+    says whether all layers compute; by default, those of small models do. With `scores_all`, for flat batches that are
+    compared with each other, nothing is computed of rows alone, and both rows of a pair are scored at the prefix that
+    they share: within narrow windows, the gradients of some tokens would nearly vanish else.
     """
 
     def __init__(
@@ -106,7 +107,8 @@ class RowsInTraining:
             self.weights[1::2, : int(self.length * probe.SHARED) - 1] = 0
         with self.in_training() as left_out, frozen_layers_tried(model) as self.lost:  # that pass no gradient on
             self.parameters = compared_parameters(model) if trains else {}
-            self.alone = self.differentiate(probe.row_inputs(model, self.rows))
+            if not scores_all:
+                self.alone = self.differentiate(probe.row_inputs(model, self.rows))
         self.notes += left_out
         others = sum(p.requires_grad for p in model.parameters()) - len(self.parameters)
         if trains and others:
@@ -179,9 +181,9 @@ class RowsInTraining:
             one, other = (each.of_parameters for each in passes)
             return Pass(passes[0].log_probs, of_rows, {name: x + other[name] for name, x in one.items()})
 
-        passes, expected = in_groups(), self.alone
+        passes = in_groups()
+        expected = self.alone if is_first else in_rows(passes)
         if not is_first:
-            expected = in_rows(passes)
             if size is not None:
                 inputs["flat_batch"] = replace(batch, schedule=Schedule(cut_by_size(batch.layout.segments, size)))
             with torch.compiler.set_stance("default" if is_compiled else "force_eager"):
