@@ -1,7 +1,7 @@
 """Models by public names of their layers and configurations: limits, rotary kinds, dropout, layers that recompute."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,11 @@ CACHES = ("cache", "past_key_values", "cache_params")
 def config_value(config: PreTrainedConfig, name: str) -> Any:
     """An entry of a configuration; `None` if its kind of model has none. It may stand there under another name."""
     return getattr(config, name, None)  # no class lists all names: `attribute_map`, properties, and what a file adds
+
+
+def by_name(forward: Callable, args: Sequence[object], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of `forward` by name, those that are given by their place, too."""
+    return dict(zip(inspect.signature(forward).parameters, args, strict=False), **kwargs)
 
 
 def wants(config: PreTrainedConfig, arguments: dict[str, Any], name: str) -> bool:

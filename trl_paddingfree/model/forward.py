@@ -5,7 +5,6 @@ TRL's trainers call `model(input_ids=rows, ..., labels=rows, fused_lm_head=True)
 model computes the flat tokens instead, and the answer is the same rows.
 """
 
-import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -260,9 +259,9 @@ def flat_backbone(
     with layout_arguments(flat_model, batch) as arguments, ExitStack() as hooks:
 
         def give_layout(module, args, kwargs):
-            # Some heads hand `input_ids` on by its place
-            named = dict(zip(inspect.signature(module.forward).parameters, args, strict=False))
-            return (), {**named, **kwargs, **swapped, **arguments}
+            if args:  # some heads hand `input_ids` on by its place
+                kwargs = architecture.by_name(module.forward, args, kwargs)
+            return (), {**kwargs, **swapped, **arguments}
 
         for backbone in backbones:
             hooks.enter_context(backbone.register_forward_pre_hook(give_layout, with_kwargs=True))

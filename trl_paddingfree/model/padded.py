@@ -6,7 +6,6 @@ compute as before, and the first of each kind says so.
 """
 
 import functools
-import inspect
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from transformers.utils import logging
 from .. import upstream
 from ..flat.batch import FlatBatch, Inputs
 from .adapters import why_padded
-from .architecture import TYPE_ROWS, takes_images, wants
+from .architecture import TYPE_ROWS, by_name, takes_images, wants
 from .attention import StandIn
 from .flat_model import FlatModel
 from .forward import flat_forward, flat_inputs, layout_arguments
@@ -95,7 +94,7 @@ class PaddedCalls(PaddedRows):
     @torch.compiler.disable(recursive=False)
     def of_model(self, forward: Callable, args: tuple, kwargs: Inputs) -> object:
         """The answer to a call of the whole model, whose own forward is `forward`."""
-        inputs = self._by_name(forward, args, kwargs)
+        inputs = by_name(forward, args, kwargs) if args else kwargs
         with self.lock:
             batch, places = self._flattened(inputs)
             if batch is not None and self._asks_for_logits(inputs):
@@ -108,7 +107,7 @@ class PaddedCalls(PaddedRows):
 
     def of_backbone(self, forward: Callable, args: tuple, kwargs: Inputs) -> object:
         """The answer to a call of the backbone, whose own forward is `forward`."""
-        inputs = self._by_name(forward, args, kwargs)
+        inputs = by_name(forward, args, kwargs) if args else kwargs
         batch, places = self._handed_on(inputs) if self.of_head else self._flattened(inputs)
         with self.aside():
             if batch is None:
@@ -177,9 +176,6 @@ class PaddedCalls(PaddedRows):
             f"{type(self.flat.model).__name__} answers with `{name}`, and which of it belongs to which token is not "
             "known: leave out what asks for it, or the call of `padding_free`."
         )
-
-    def _by_name(self, forward: Callable, args: tuple, kwargs: Inputs) -> Inputs:
-        return dict(zip(inspect.signature(forward).parameters, args, strict=False), **kwargs) if args else kwargs
 
     def _asks_for_logits(self, inputs: Inputs) -> bool:
         """Whether a call wants logits of all tokens, and nothing else."""

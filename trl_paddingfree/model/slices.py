@@ -5,7 +5,6 @@ the next are the keys and values that later ones read (for layers that carry sta
 which autograd carries back in the right order. Heads, losses and images see one pass, and know nothing of slices.
 """
 
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -25,7 +24,7 @@ from ..flat.batch import FlatBatch, Inputs
 from ..flat.layout import Attention, FlatLayout
 from ..flat.segments import something_to_compute
 from ..flat.slices import NO_WINDOW, Slice, What, handed_on, slices_of
-from .architecture import checkpointing_layers, decoder_of, rotary_reach
+from .architecture import by_name, checkpointing_layers, decoder_of, rotary_reach
 from .masks import FlatMask, PassContext, Scan
 from .restored import attributes_set
 from .sequence import SequenceGroup, spans_of
@@ -140,7 +139,8 @@ def _decoder_in_slices(
     embeddings = model.get_input_embeddings()
     # By the same arguments as in [`Carry.within`], so that layers without a window find these
     slices, noise = slices_of(batch.layout, cuts, reach is not None, NO_WINDOW), vars(embeddings).get(NOISE)
-    kwargs |= dict(zip(inspect.signature(forward).parameters, args, strict=False))
+    if args:
+        kwargs = by_name(forward, args, kwargs)
     masks, visual = kwargs.pop("attention_mask"), _visual_places(kwargs, cuts)
     # Of each slice, the tokens of this process's batch that it computes, and how many of these count
     spans, sizes = [each.span for each in slices], np.diff(cuts).tolist()
