@@ -23,7 +23,7 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
-from ..flat.layout import Attention, FlatLayout, Gather
+from ..flat.layout import Attention, FlatLayout, Gather, once_per_layout
 from ..flat.segments import something_to_compute
 from .architecture import rotary_limits
 from .exchange import Exchanged, Gathered, Halo, head_shares, of_heads, slice_sizes, span_of
@@ -56,6 +56,19 @@ def owners_of(total: int, size: int, cuts: tuple[int, ...] = ()) -> np.ndarray:
     return np.concatenate([np.repeat(np.arange(size), of_slice) for of_slice in sizes])
 
 
+@once_per_layout
+def _share(layout: FlatLayout, number: int, size: int, cuts: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+    """
+    The flat tokens that process `number` of `size` computes; of these, ascending, its own, without those that stand in
+    for an empty slice; and the first place of each of its own among all. All are int64.
+    """
+    total = layout.segments.num_tokens
+    index = np.concatenate(spans_of(total, number, size, cuts))
+    tokens, places = np.unique(index, return_index=True)
+    is_own = owners_of(total, size, cuts)[tokens] == number
+    return index, tokens[is_own], places[is_own]
+
+
 def slice_of(batch: FlatBatch, number: int, size: int) -> FlatBatch:
     """
     What process `number` of `size` computes of a batch, see [`spans_of`]. `input_ids`, `position_ids`, `token_rows`,
@@ -71,10 +84,9 @@ def slice_of(batch: FlatBatch, number: int, size: int) -> FlatBatch:
     >>> [slice_of(batch, number, 2).shift_labels.tolist() for number in range(2)]
     [[[3, 4]], [[5]]]
     """
-    total, layout, cuts = batch.layout.segments.num_tokens, batch.layout, batch.schedule.cuts
-    index = np.concatenate(spans_of(total, number, size, cuts))
-    own, places = np.unique(index, return_index=True)  # of a token that is there twice, the first
-    scored = np.flatnonzero(owners_of(total, size, cuts)[batch.scored] == number)
+    layout = batch.layout
+    index, own, places = _share(layout, number, size, batch.schedule.cuts)
+    scored = np.flatnonzero(np.isin(batch.scored, own))
     labels, scored_index = batch.shift_labels.new_full((1, 1), IGNORE_INDEX), batch.scored_index.new_zeros(1)
     if len(scored):
         labels = batch.shift_labels.index_select(1, layout.tensor(scored))
@@ -235,13 +247,11 @@ class SequenceGroup:
 
     def gather_tokens(self, states: torch.Tensor, batch: FlatBatch) -> torch.Tensor:
         """From states `(t, ...)` of a slice to those `(T, ...)` of all tokens of a batch."""
-        total, cuts = batch.layout.segments.num_tokens, batch.schedule.cuts
-        owners = owners_of(total, self.size, cuts)
-        tokens, places = np.unique(np.concatenate(spans_of(total, self.rank, self.size, cuts)), return_index=True)
-        own = places[owners[tokens] == self.rank]  # without those that stand in
-        if len(own) < len(states):
-            states = states.index_select(0, batch.layout.tensor(own))
-        return self._gathered(states, owners, batch.layout)
+        layout, cuts = batch.layout, batch.schedule.cuts
+        _, _, places = _share(layout, self.rank, self.size, cuts)
+        if len(places) < len(states):
+            states = states.index_select(0, layout.tensor(places))
+        return self._gathered(states, owners_of(layout.segments.num_tokens, self.size, cuts), layout)
 
     def _gathered(self, values: torch.Tensor, owners: np.ndarray, layout: FlatLayout) -> torch.Tensor:
         """The values of all processes in the order of the flat axis; `owners` says whose each is."""
