@@ -100,7 +100,8 @@ class MessageArguments:
 
 
 # Names of options that TRL's commands do not have
-_OURS = {*PaddingFreeOptions.__dataclass_fields__, "batch_method", "one_sample_per_turn", "traceback"}
+_OURS = {*PaddingFreeOptions.__dataclass_fields__, *MessageArguments.__dataclass_fields__}
+_OURS |= SFTScriptArguments.__dataclass_fields__.keys() - ScriptArguments.__dataclass_fields__.keys()
 # The script arguments of tasks that have more than TRL's common ones
 _ARGUMENTS: dict[str, type[ScriptArguments]]
 _ARGUMENTS = {"sft": SFTScriptArguments, "grpo": GRPOScriptArguments, "rloo": RLOOScriptArguments}

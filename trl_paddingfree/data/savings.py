@@ -106,10 +106,10 @@ def measure(
         raise ValueError(
             f"No row is left: all {len(dataset)} prompts fill `max_length={max_length}`. Raise `max_length`."
         )
-    by_size = {}
+    by_size, drawn = {}, order(num_left)
     for size in batch_sizes:
         if size == batch_sizes[0] or size <= num_left:
-            batches = np.split(order(num_left), range(size, num_left, size))
+            batches = np.split(drawn, range(size, num_left, size))
             by_size[size] = tuple(map(count, tqdm(batches, f"Batches of {size}", leave=False)))
     num_dropped = len(dataset) - num_left
     num_long = int((lengths.max(1) > (np.inf if max_length is None else max_length)).sum())

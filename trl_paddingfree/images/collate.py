@@ -15,7 +15,7 @@ from ..data.lengths import Example
 from ..data.rows import CollatedRows
 from ..flat.batch import Inputs
 from ..model.architecture import TYPE_ROWS
-from .cuts import IMAGE_ARGUMENTS, entries_of, equal_images, row_cuts
+from .cuts import IMAGE_ARGUMENTS, entries_of, equal_images, numbered, row_cuts
 from .examples import images_of
 from .rows import RowImages, VisionRules
 
@@ -123,8 +123,7 @@ class CollatedImageRows(CollatedRows):
     def with_images(self, rows: Inputs, examples: Sequence[Example], sources: Sequence[int]) -> "CollatedImageRows":
         """These `rows` of some `examples`, which have the images of these sources of this."""
         assert self.cuts is not None
-        owners = [*dict.fromkeys(sources)]
-        numbers = list(map(owners.index, sources))
+        numbers, owners = numbered(sources)
         images = of_images(self.rows) if any(map(images_of, examples)) else {}
         entries = {name: value[entries_of(owners, self.cuts[name])] for name, value in images.items()}
         cuts = {name: [cut[owner] for owner in owners] for name, cut in self.cuts.items()}

@@ -50,6 +50,17 @@ def entries_of(rows: Sequence[int], cut: Sequence[int]) -> np.ndarray:
     return np.concatenate([np.zeros(0, np.int64), *(np.arange(ends[row], ends[row + 1]) for row in rows)])
 
 
+def numbered(keys: Sequence[int]) -> tuple[list[int], list[int]]:
+    """
+    The number of each of some keys, of which equal ones have one, and the different keys in this order.
+
+    >>> numbered([7, 3, 7, 5])
+    ([0, 1, 0, 2], [7, 3, 5])
+    """
+    different = [*dict.fromkeys(keys)]
+    return list(map(different.index, keys)), different
+
+
 def equal_images(arguments: Mapping[str, torch.Tensor], cuts: Mapping[str, Sequence[int]]) -> list[int]:
     """
     For each row, the first row with equal images, which may be itself. Waits for the device, once more for each row

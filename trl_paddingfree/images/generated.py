@@ -9,7 +9,7 @@ import torch
 from trl.trainer.utils import split_tensor_dict, unsplit_pixel_values_by_grid
 
 from ..flat.batch import Inputs
-from .cuts import COUNTS, IMAGE_ARGUMENTS, entries_of, equal_images, row_cuts, split_by_row
+from .cuts import COUNTS, IMAGE_ARGUMENTS, entries_of, equal_images, numbered, row_cuts, split_by_row
 from .rows import RowImages, VisionRules
 
 
@@ -39,9 +39,8 @@ class GeneratedImages:
         rows = range(self.num_taken, self.num_taken + num_rows)
         self.num_taken += num_rows
         firsts = self.firsts[rows.start : rows.stop]
-        order = [*dict.fromkeys(firsts)]
-        sources, owners = list(map(order.index, firsts)), [rows[firsts.index(first)] for first in order]
-        owners = [row for row in owners if self.num_images[row]]
+        sources, different = numbered(firsts)
+        owners = [row for first in different if self.num_images[row := rows[firsts.index(first)]]]
         places = {name: torch.from_numpy(entries_of(owners, cut)) for name, cut in self.cuts.items()}
         grids = None if self.grids is None else self.grids[places["image_grid_thw"]]
         kept = tuple((name, entries - sum(self.cuts[name][: rows.start])) for name, entries in places.items())
