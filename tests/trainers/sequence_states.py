@@ -21,9 +21,8 @@ from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route, refuse_unsliceable
 from trl_paddingfree.model.sequence import SequenceGroup
 
-# Answers and gradients, relative to their largest: products of other shapes may round differently, and gradients of
-# decays are sums over all tokens, which cancel to a hundredth of their parts
-ROUNDING, OF_GRADIENTS = 1e-5, 2e-4
+# Answers and gradients, relative to their largest: products of other shapes may round differently
+ROUNDING = 1e-10
 # Families, and options of some that have heads in groups, or heads that do not divide
 FAMILIES = {
     **{name: (name, {}) for name in ("qwen3_next", "olmo_hybrid", "bailing_hybrid", "mamba", "falcon_mamba", "mamba2")},
@@ -62,7 +61,7 @@ def as_engines_average(gradients: dict, model: torch.nn.Module, size: int) -> di
 
 def compare(name: str, seed: int, group: SequenceGroup, has_kernels: bool) -> None:
     model_type, options = FAMILIES[name]
-    model = tiny_model(model_type, seed=seed, **options).train()
+    model = tiny_model(model_type, dtype=torch.float64, seed=seed, experts_implementation="eager", **options).train()
     add_fused_lm_head(model)
     with reference_state_kernels(model) if has_kernels else nullcontext():
         route = choose_route(model)
@@ -84,21 +83,22 @@ def compare(name: str, seed: int, group: SequenceGroup, has_kernels: bool) -> No
                     assert off <= ROUNDING, f"{where}: {off}"
                 own = as_engines_average(own, model, group.size)
                 differences = gradient_differences(whole, {x: own[x] for x in whole}, largest_of(whole))
-                wrong = {x: y for x, y in differences.items() if not y <= OF_GRADIENTS}
+                wrong = {x: y for x, y in differences.items() if not y <= ROUNDING}
                 assert not wrong, f"{where}: {wrong}"
                 assert not any(own[x].abs().max() for x in own.keys() - whole.keys()), where
 
 
 def main() -> None:
     dist.init_process_group("gloo")
+    # Layers compute states in float32 whatever the dtype of their weights, and gradients of decays are sums over all
+    # tokens, which cancel to a thousandth of their parts: in float64 a difference cannot be rounding
+    torch.float32 = torch.float = torch.float64
+    torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
     seed, *names = sys.argv[1:]
     group = SequenceGroup(dist.group.WORLD, torch.device("cpu"))
     for name in names or FAMILIES:
         for has_kernels in (False, True):
             compare(name, int(seed), group, has_kernels)
-            if group.rank == 0:
-                print(name, has_kernels, "equal", file=sys.stderr)
-    sys.stderr.flush()
     os._exit(0)
 
 
