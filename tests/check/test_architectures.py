@@ -104,10 +104,8 @@ def test_architecture_equals_padded(name, attention, prefix_sharing):
 @pytest.mark.parametrize("prefix_sharing", [False, True], ids=["flat", "shared"])
 @pytest.mark.parametrize("name", [name for name in MUST_WORK if name != "llama4_text"])
 def test_architecture_equals_padded_with_flash_attention(name, prefix_sharing):
-    # GPT-2's own code for flash attention looks for an `nn.Linear` in float32, which it does not have
-    dtype = torch.float64 if name == "gpt2" else torch.float32
     with reference_flash():
-        model = make(name, "flash_attention_2", dtype)
+        model = make(name, "flash_attention_2")
         route = choose_route(model)
         if "falcon" in name:
             assert route.backend == "positions"

@@ -21,7 +21,14 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.check.test_architectures import MUST_WORK
 from tests.helpers.architectures import MODEL_TYPES, tiny_model
-from tests.helpers.flat_and_padded import assert_same_gradients, log_probs_and_gradients, tree
+from tests.helpers.flat_and_padded import (
+    TOLERANCE,
+    assert_same_gradients,
+    float64_throughout,
+    in_float64,
+    log_probs_and_gradients,
+    tree,
+)
 from tests.helpers.reference_flash import reference_flash
 from tests.helpers.tiny import following_rotary, make_model, reward_model
 from trl_paddingfree import FlatBatch
@@ -33,10 +40,6 @@ from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route, why_not_in_slices
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
-# float32: the same figures in sums of other order; float64 beneath TRL's head, whose statistics are float32, and eager
-# attention, whose softmax is. A key that is missing shows in the first digit
-TOLERANCE = {torch.float32: 1e-4, torch.float64: 2e-6}
-RECURRENCES = 4e-4  # in float32 they have many such sums, one after another
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8").splitlines()
 # By the page of models: those that go flat and read keys by our attention
 VERDICTS = {cells[1].strip(" `"): cells[2].strip() for row in PAGE if len(cells := row.split("|")) > 7}
@@ -69,18 +72,21 @@ def computed(flat, batch, cuts=(), kept_slices=1, **given):
     return log_probs_and_gradients(flat.model, labels=padded(batch.to_rows(), -100), flat_batch=batch, **given)
 
 
-def assert_equals_whole(flat, batch, some=None, tolerance=None, **given):
-    """Cut anywhere, and where it comes to that, the same as whole."""
-    tolerance = tolerance or TOLERANCE[flat.model.dtype]
+@float64_throughout()
+def assert_equals_whole(flat, batch, some=None, **given):
+    """Cut anywhere, and where it comes to that, the same as whole, in float64."""
+    in_float64(flat.model)
     expected, gradients = computed(flat, batch, **given)
     for cuts in some or cuts_of(batch.layout.segments.num_tokens):
         actual, found = computed(flat, batch, cuts, 1 + len(cuts) % 3, **given)
-        assert float((actual - expected).abs().max() / expected.abs().max()) < tolerance, cuts
-        assert_same_gradients(gradients, found, tolerance)
+        assert float((actual - expected).abs().max() / expected.abs().max()) < TOLERANCE, cuts
+        assert_same_gradients(gradients, found)
 
 
-def assert_answer_equals_whole(model, batch, answer, **tolerance):
-    """What `answer` gives of a batch that is cut anywhere, and gradients of its squares, as of the whole."""
+@float64_throughout()
+def assert_answer_equals_whole(model, batch, answer):
+    """What `answer` gives of a batch cut anywhere, and gradients of its squares, as of the whole, in float64."""
+    in_float64(model)
     found = []
     for cuts in ((), *cuts_of(batch.layout.segments.num_tokens)):
         model.zero_grad()
@@ -89,7 +95,7 @@ def assert_answer_equals_whole(model, batch, answer, **tolerance):
         found.append((values, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}))
     (expected, expected_gradients), *others = found
     for values, gradients in others:
-        torch.testing.assert_close(values, expected, **tolerance)
+        torch.testing.assert_close(values, expected, rtol=TOLERANCE, atol=TOLERANCE)
         assert_same_gradients(expected_gradients, gradients)
 
 
@@ -117,8 +123,7 @@ def test_every_flat_model_in_slices_equals_itself_whole_or_is_refused_by_name(na
 FOUR = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
 KV_SHARED = {"gemma3n": ("gemma3n_text", FOUR), "gemma4": ("gemma4_text", FOUR)}
 TIED = {"tied": ("llama", {"tie_word_embeddings": True})}
-EXPERTS = ["gpt_oss", "deepseek_v3", "mixtral"]  # which PyTorch does not multiply in float64
-KINDS = ["mistral", "gemma2", "llama4_text", "gpt2", *KV_SHARED, *TIED, *EXPERTS]
+KINDS = ["mistral", "gemma2", "llama4_text", "gpt2", *KV_SHARED, *TIED, "gpt_oss", "deepseek_v3", "mixtral"]
 
 
 @pytest.mark.drawn(8)
@@ -126,8 +131,7 @@ KINDS = ["mistral", "gemma2", "llama4_text", "gpt2", *KV_SHARED, *TIED, *EXPERTS
 @pytest.mark.parametrize("name", KINDS)
 def test_kinds_of_attention_cut_anywhere(name, sharing):
     model_type, options = {**MUST_WORK, **KV_SHARED, **TIED}.get(name, (name, {}))
-    dtype = torch.float32 if name in EXPERTS else torch.float64
-    flat = flat_model(tiny_model(model_type, seed=SEED, dtype=dtype, **options))
+    flat = flat_model(tiny_model(model_type, seed=SEED, **options))
     assert_equals_whole(flat, batch_of(sharing=sharing))
     assert_equals_whole(flat, batch_of([tree(SEED)[0]]))
 
@@ -144,7 +148,7 @@ def test_layers_with_a_state_cut_anywhere(name, sharing):
     flat = flat_model(tiny_model(name, seed=SEED))
     assert why_not_in_slices(flat.model, flat.route, None) == ""
     for batch in (batch_of(sharing=sharing), batch_of([tree(SEED)[0]])):
-        assert_equals_whole(flat, batch, tolerance=RECURRENCES)
+        assert_equals_whole(flat, batch)
 
 
 @pytest.mark.parametrize("name", ["llama2", "mistral", "olmo3", "deepseek_v3"])
@@ -313,18 +317,16 @@ def test_a_row_that_is_scored_nowhere_and_a_slice_that_scores_nothing():
 def test_hidden_states_of_slices_are_those_of_the_whole():
     flat, batch = flat_model(make_model(vocab_size=96)), batch_of()
     answer = lambda sliced: flat.hidden_states(sliced, batch.row_mask[:, 1:])  # noqa: E731
-    assert_answer_equals_whole(flat.model, batch, answer, rtol=1e-4, atol=1e-5)
+    assert_answer_equals_whole(flat.model, batch, answer)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "opt", "qwen3_moe"])
 def test_a_pooled_head_reads_rows_of_all_slices(model_type):
     model, batch = reward_model(model_type, vocab_size=96).eval(), batch_of()
-    if model_type == "opt":  # whose ReLU turns rounding in float32 into a gradient or none
-        model.double()
     FlatModel.install(model, choose_route(model))
     inputs = {"input_ids": padded(batch.to_rows(), 0), "attention_mask": batch.row_mask.long()}
     answer = lambda sliced: model(flat_batch=sliced, **inputs).logits  # noqa: E731
-    assert_answer_equals_whole(model, batch, answer, rtol=1e-4, atol=1e-5)
+    assert_answer_equals_whole(model, batch, answer)
 
 
 def test_a_decoder_gets_arguments_that_it_has(monkeypatch):

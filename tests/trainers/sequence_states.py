@@ -13,7 +13,7 @@ import torch.distributed as dist
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
-from tests.helpers.flat_and_padded import log_probs_and_gradients, tree
+from tests.helpers.flat_and_padded import TOLERANCE, float64_throughout, in_float64, log_probs_and_gradients, tree
 from tests.helpers.reference_state import reference_state_kernels
 from tests.runs import gradient_differences, largest_of
 from trl_paddingfree import FlatBatch
@@ -21,8 +21,6 @@ from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route, refuse_unsliceable
 from trl_paddingfree.model.sequence import SequenceGroup
 
-# Answers and gradients, relative to their largest: products of other shapes may round differently
-ROUNDING = 1e-10
 # Families, and options of some that have heads in groups, or heads that do not divide
 FAMILIES = {
     **{name: (name, {}) for name in ("qwen3_next", "olmo_hybrid", "bailing_hybrid", "mamba", "falcon_mamba", "mamba2")},
@@ -59,9 +57,10 @@ def as_engines_average(gradients: dict, model: torch.nn.Module, size: int) -> di
     return found
 
 
+@float64_throughout()
 def compare(name: str, seed: int, group: SequenceGroup, has_kernels: bool) -> None:
     model_type, options = FAMILIES[name]
-    model = tiny_model(model_type, dtype=torch.float64, seed=seed, experts_implementation="eager", **options).train()
+    model = in_float64(tiny_model(model_type, seed=seed, **options)).train()
     add_fused_lm_head(model)
     with reference_state_kernels(model) if has_kernels else nullcontext():
         route = choose_route(model)
@@ -80,20 +79,16 @@ def compare(name: str, seed: int, group: SequenceGroup, has_kernels: bool) -> No
                 where = f"{name}, {prefix_sharing=}, {reentrant=}, {has_kernels=}, rows of {[*map(len, rows)]}"
                 if expected.numel():
                     off = float((said - expected).abs().max() / expected.abs().max().clamp(min=1e-9))
-                    assert off <= ROUNDING, f"{where}: {off}"
+                    assert off <= TOLERANCE, f"{where}: {off}"
                 own = as_engines_average(own, model, group.size)
                 differences = gradient_differences(whole, {x: own[x] for x in whole}, largest_of(whole))
-                wrong = {x: y for x, y in differences.items() if not y <= ROUNDING}
+                wrong = {x: y for x, y in differences.items() if not y <= TOLERANCE}
                 assert not wrong, f"{where}: {wrong}"
                 assert not any(own[x].abs().max() for x in own.keys() - whole.keys()), where
 
 
 def main() -> None:
     dist.init_process_group("gloo")
-    # Layers compute states in float32 whatever the dtype of their weights, and gradients of decays are sums over all
-    # tokens, which cancel to a thousandth of their parts: in float64 a difference cannot be rounding
-    torch.float32 = torch.float = torch.float64
-    torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
     seed, *names = sys.argv[1:]
     group = SequenceGroup(dist.group.WORLD, torch.device("cpu"))
     for name in names or FAMILIES:
