@@ -21,10 +21,10 @@ FILES = {str(file.relative_to(PACKAGE)): file.read_text(encoding="utf-8") for fi
 
 WORDS, WORDS_OF_TESTS = 107_000, 178_700
 ENTRIES = 13  # of the folder
-IN_CIRCLES = 16  # files that import each other by any way, imports for annotations counted
+IN_CIRCLES = 6  # files that import each other by any way, imports for annotations counted
 LINES_OF_A_MODULE = 316
 PLACES_THAT_SET_ATTRIBUTES = 24  # of others, for a time
-ATTRIBUTES_OF_FLAT_MODEL = 14
+ATTRIBUTES_OF_FLAT_MODEL = 13
 CLASSES_ABOVE_A_TRAINER = 2  # between it and TRL's
 # Task and options of a step of two layers, and its limits: functions, files, and hops from one file to another
 STEPS = {
@@ -100,7 +100,7 @@ def test_files_import_each_other_by_no_way_and_by_few_for_annotations():
     assert in_circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}) == ["b", "c"]
     assert "upstream.py" in imported_files("model/routes.py")
     assert "trainers/registry.py" in imported_files("cli/train.py")
-    typed, untyped = (imported_files("model/flat_model.py", annotations=x) for x in (True, False))
+    typed, untyped = (imported_files("model/forward.py", annotations=x) for x in (True, False))
     assert typed > untyped
     assert in_circles({name: imported_files(name) for name in FILES}) == []
     assert len(in_circles({name: imported_files(name, annotations=True) for name in FILES})) <= IN_CIRCLES

@@ -3,22 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs, row_starts
 from .lengths import Example
 
-if TYPE_CHECKING:
-    from .collate import FlatCollator
-
 
 @dataclass(frozen=True)
 class CollatedRows:
     """The rows of a batch on the host, from which parts of it are made."""
 
-    collator: "FlatCollator"  # which makes flat batches of the rows; a data loader's worker does not send it
+    collator: Any  # which makes flat batches of the rows; a data loader's worker does not send it
     rows: Inputs  # the batch without its flat batch: values of one entry per row, per example, or for all
     num_items: int  # examples, which are not divided
 

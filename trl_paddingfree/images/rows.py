@@ -17,7 +17,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers.modeling_outputs import ModelOutput
 
-from ..flat.batch import FlatBatch
+from ..flat.layout import FlatLayout
 from ..flat.transfer import HasTensors, on_device
 from ..model.restored import attributes_set
 
@@ -176,15 +176,15 @@ class FlatImages(HasTensors):
             return type(features)([flat])
         return flat if features.dim() == 2 else flat[:, None]
 
-    def positions(self, model: Any, batch: FlatBatch) -> torch.Tensor:
+    def positions(self, model: Any, position_ids: torch.Tensor, layout: FlatLayout) -> torch.Tensor:
         """Positions of flat tokens: `(1, T)`, or `(3, 1, T)` where the model counts them by the images' grids."""
         if not self.grids:
-            return batch.position_ids
+            return position_ids
 
         def count() -> torch.Tensor:  # by the model's own function, on the CPU, because it reads each grid's numbers
             of_rows, _ = model.base_model.get_rope_index(**self.grids)
-            flat = torch.zeros(3, 1, batch.input_ids.size(1), dtype=torch.long)
+            flat = torch.zeros(3, *position_ids.shape, dtype=torch.long)
             flat[:, 0, self.places] = of_rows[:, self.grids["attention_mask"] > 0]
-            return on_device(flat, batch.input_ids.device)
+            return on_device(flat, position_ids.device)
 
-        return batch.layout.derived("grid positions", count)
+        return layout.derived("grid positions", count)

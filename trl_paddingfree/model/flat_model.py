@@ -5,7 +5,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -28,9 +28,6 @@ from .restored import attributes_set, mark_of
 from .routes import Route, why_not_in_slices
 from .sequence import SequenceGroup
 from .state_layers import carries_state, install_state_layers, repeats_prefixes
-
-if TYPE_CHECKING:
-    from .padded import PaddedCalls
 
 # Where a model keeps its [`FlatModel`]: copies of the model come with copies of it
 ATTRIBUTE = "flat_model"
@@ -61,14 +58,13 @@ class FlatModel:
         self.forwards: list[Callable] = []  # those that ours replaced: more than one if TRL has added a head since
         self.carries_state = carries_state(model)
         self.has_trained = False  # whether a flat batch was computed with gradients, see [`FlatModel.must_train`]
-        self.repeats = False  # whether any layer that carries state computes shared prefixes again
         self.edits = EditsFound()
         # Flattens calls of TRL's head that bring no `flat_batch`; if unset, they stay padded
         self.flatten: Flattener | None = None
         self.recomputable: Sequence[GradientCheckpointingLayer] = ()  # the layers that a budget may have recompute
         self.is_pooled = is_pooled(model)
         self.group: SequenceGroup | None = None  # the processes that each compute a slice of a batch
-        self.padded: PaddedCalls | None = None  # computes calls without a flat batch, if they are to be flat too
+        self.padded: Any = None  # [`~trl_paddingfree.model.padded.PaddedCalls`], if calls without a batch are flat too
         self.counts = BatchCounts()  # of padded calls so far
         self.watch: Attention | None = None  # sees what attention functions are given, see [`keys_noted`]
 
@@ -98,11 +94,15 @@ class FlatModel:
         attention = register_attention(route.previous, route.backend) if replaces_attention else route.previous
         upstream.set_attn_implementation(model, attention)
         install_state_layers(model, along_tree=route.states == "tree")
-        flat.repeats = repeats_prefixes(model)
         setattr(model, ATTRIBUTE, flat)
         if not flat._is_called:
             flat._bind()
         return flat
+
+    @property
+    def repeats(self) -> bool:
+        """Whether any layer that carries state computes shared prefixes again."""
+        return repeats_prefixes(self.model)
 
     # --- the forward ------------------------------------------------------------------------------------------------
 

@@ -150,7 +150,9 @@ def flat_inputs(flat_model: "FlatModel", batch: FlatBatch) -> dict[str, torch.Te
     """The arguments of a model that are flat tensors."""
     # No mask: of each token, the number of rows that contain it, by which TRL's router loss weighs it. A hook gives the
     # backbone the real one
-    positions = batch.position_ids if batch.images is None else batch.images.positions(flat_model.model, batch)
+    positions = batch.position_ids
+    if batch.images is not None:
+        positions = batch.images.positions(flat_model.model, positions, batch.layout)
     return {"input_ids": batch.input_ids, "position_ids": positions, "attention_mask": batch.token_rows}
 
 

@@ -88,7 +88,7 @@ class FlatTrainer(Trainer):
         if not isinstance(config, PaddingFreeOptions):  # but one of TRL's
             options = PaddingFreeOptions(prefix_sharing=self.config_class.prefix_sharing)
         self.flat = Runtime(options, pads=not vars(config).get("padding_free", True))  # not all of TRL's have the flag
-        refuse_ungrouped(type(self), self.flat, arguments)
+        refuse_ungrouped(type(self), options.sequence_parallel_size, self.flat.pads, arguments)
         if self.flat.pads:
             refusals.warn_of_padding(type(self), config)
             self.trl_trainer.__init__(self, **arguments)

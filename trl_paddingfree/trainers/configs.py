@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass, field
 from numbers import Integral
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_type_hints
+from typing import Any, Literal, TypeAlias, get_args, get_type_hints
 
 from datasets import Dataset, IterableDataset
 from torch.utils.checkpoint import checkpoint
@@ -19,9 +19,6 @@ from ..data.lengths import AnyDataset
 from ..data.validate import did_you_mean
 from ..memory.device import has_accelerator
 from ..model.masks import BackendName
-
-if TYPE_CHECKING:
-    from .base import FlatTrainer
 
 logger = logging.get_logger(__name__)
 
@@ -50,7 +47,7 @@ def silence() -> None:
     warnings.filterwarnings("ignore", message=".*checkpointing.* is deprecated", category=FutureWarning)
 
 
-def config_of(trainer_class: "type[FlatTrainer]", arguments: Arguments) -> TrainingArguments:
+def config_of(trainer_class: Any, arguments: Arguments) -> TrainingArguments:
     """The configuration among the arguments of a trainer; by default one of ours, with the folder of TRL's default."""
     trl_trainer, trl_config = trainer_class.trl_trainer, trainer_class.trl_config
     if (config := arguments.get("args")) is None:

@@ -4,7 +4,7 @@ All processes of a group get the same examples, and compute the same loss. accel
 from tensor parallelism: their data loaders give a group the same batches, and `get_tp_size` is its size.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply
@@ -15,17 +15,14 @@ from ..model.restored import attributes_set
 from ..model.sequence import SequenceGroup
 from .configs import Arguments
 
-if TYPE_CHECKING:
-    from .runtime import Runtime
 
-
-def refuse_ungrouped(trainer_class: Any, flat: "Runtime", arguments: Arguments) -> None:
-    """Refuse arguments of a trainer that cannot be combined with groups of processes, if its options ask for any."""
-    if (size := flat.options.sequence_parallel_size) == 1:
+def refuse_ungrouped(trainer_class: Any, size: int, pads: bool, arguments: Arguments) -> None:
+    """Refuse arguments of a trainer that cannot be combined with groups of `size` processes."""
+    if size == 1:
         return
     config, option = arguments["args"], f"`sequence_parallel_size={size}`"
-    if not trainer_class.takes_sequence_parallel or flat.pads:
-        what = "padded rows" if flat.pads else f"{trainer_class.trl_trainer.__name__}'s batches"
+    if not trainer_class.takes_sequence_parallel or pads:
+        what = "padded rows" if pads else f"{trainer_class.trl_trainer.__name__}'s batches"
         raise ValueError(
             f"{option}: DPO and SFT compute slices of flat batches, and no other trainer. Leave it out for {what}."
         )

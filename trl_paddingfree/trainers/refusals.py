@@ -3,7 +3,7 @@
 import os
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DeepSpeedPlugin
@@ -22,9 +22,6 @@ from ..memory.device import budget_bytes
 from ..model import architecture
 from ..model.adapters import why_padded_by
 from .configs import Arguments, PaddingFreeOptions, given_datasets
-
-if TYPE_CHECKING:
-    from .base import FlatTrainer
 
 logger = logging.get_logger(__name__)
 
@@ -119,7 +116,7 @@ def warn_of_dropout(model: PreTrainedModel, config: TrainingArguments) -> None:
         )
 
 
-def warn_of_padding(trainer_class: "type[FlatTrainer]", config: TrainingArguments) -> None:
+def warn_of_padding(trainer_class: Any, config: TrainingArguments) -> None:
     """
     Warn that a trainer pads because one of TRL's configurations has `padding_free=False`, its default; or, if it is one
     of ours, which options do nothing because of it.
