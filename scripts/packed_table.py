@@ -9,24 +9,24 @@ COLUMNS = ("packed", "as it is loaded", "error", "leak", "with flash attention",
 HEADER = """\
 # Is your packing exact?
 
-Packing puts several documents into one row. It is exact only if no token sees another document. Each layer has to keep
-documents apart: attention, convolutions, recurrences. Where one does not, training goes on, and nothing is logged. One
-command says what a model does in your environment:
+Packing puts several documents into one row. It is exact only if no token sees another document, so every layer has to
+keep documents apart: attention, convolutions and recurrences. If one does not, training goes on, and nothing is logged.
+One command says what a model does in your environment:
 
 ```bash
 trl-paddingfree check Qwen/Qwen3-0.6B --packed
 ```
 
-It computes rows packed as transformers packs them by itself, one row whose `position_ids` start again, as
-`DataCollatorWithFlattening` and TRL's `packing=True` and `padding_free=True` do. It compares each document with the
-same document alone, in the dtype of the model. The exit status is 0 if packed rows are exact, else 1. The verdict is
-one of these:
+It packs rows as transformers packs them by itself: one row whose `position_ids` start again at each document, as from
+`DataCollatorWithFlattening` and TRL's `packing=True` and `padding_free=True`. It compares each document with the same
+document alone, in the dtype of the model. The exit status is 0 if packed rows are exact, else 1. The verdict is one of
+these:
 
 - **exact**: log-probabilities and gradients are those of each document alone, up to rounding and [up to the sizes that
   were tried](#up-to-where-a-verdict-holds).
-- **LEAKS**: A document moves when another one changes, or its gradients reach another one.
+- **LEAKS**: A document changes when another one does, or gradients of its loss reach another one.
 - **INEXACT**: No document sees another, but positions, context or gradients are wrong.
-- **failed**: The model raises an error on packed rows. The result has it.
+- **failed**: The model raises an error on packed rows, or answers differ between equal calls. The result says which.
 
 ## What leaks, by family
 
@@ -42,8 +42,8 @@ The table of all models is below. The trainers of this package compute all of th
 
 ## A reproducer without this package
 
-TRL 1.16 warns of none of this. The following needs TRL only. It evaluates the same four documents in rows of their own
-and packed into one row. The losses should be equal, and those of gpt-oss are not:
+TRL 1.16 warns of none of this. The following program needs only TRL. It evaluates the same four documents in rows of
+their own and packed into one row. The losses should be equal, but those of gpt-oss are not:
 
 ```python
 import torch
@@ -70,9 +70,9 @@ for model_type in ("qwen3", "gpt_oss"):
 
 ## Check the forward of a framework
 
-`check_packed` takes any function from rows to logits. Give it what your framework computes with, with its own kernels
-and patches. It is given a list of `(n,)` tensors and returns the logits of each, in this order. How it packs them is
-its own matter: it may also pad or reorder them.
+`check_packed` takes any function from rows to logits. Give it the one that your framework computes with, including its
+kernels and patches. The function gets a list of `(n,)` tensors, and returns the logits of each, in the same order. It
+may pack, pad or reorder them in between.
 
 ```python
 import torch
@@ -96,41 +96,41 @@ assert check_packed(model).verdict == "exact"  # transformers itself
 ```
 
 A test of a framework needs one line: `assert check_packed(model, call).passed`. The function has to compute with the
-model and its input embeddings, and to give the same answers each time. It may call `train()`, as dropout is off during
-the check, turn autocast on, in which each document alone is then computed too, or have a window of its own.
+model and its input embeddings, and return the same answers each time. It may call `train()`, because dropout is off
+during the check. It may turn autocast on, which then also holds for documents alone, and it may have its own window.
 
 ## Up to where a verdict holds
 
-The result names its sizes: `documents`, the tokens of the `longest` one, and `length`, those of all. It holds up to
-these, and says so in words. By default, the check compares:
+The result holds up to the sizes that it names: the number of `documents`, the tokens of the `longest` one, and
+`length`, those of all. By default, the check compares:
 
 | what | documents | tokens |
 |-|-|-|
-| log-probabilities, and which documents move when others change, in evaluation mode | 4, and 3 | up to 16 each |
+| log-probabilities, and which documents move when others change, in evaluation mode | 4, and 3 | up to 16 and up to 19 each |
 | gradients at the embeddings and of all parameters, in training mode, all layers | 4 | 104 each |
 | log-probabilities and leaks again, in evaluation and in training mode | 8 | 2,048 in all, 1,280 in the longest |
 
-The last line, and layers between the first and the last of their kind in training mode, are left out if they would
-take more than ten seconds each. `check_packed(model, call, length=8192, documents=32)` tries other sizes, however long
-that takes. Gradients of weights with more than 262,144 entries are compared along a random direction.
-`result.not_compared` lists what was left out, each with its reason.
+The last line is left out if it would take more than ten seconds. So are, in training mode, the layers between the first
+and the last of their kind. `check_packed(model, call, length=8192, documents=32)` tries other sizes, however long that
+takes. Gradients of weights with more than 262,144 entries are compared along a random direction. `result.not_compared`
+lists what was left out, each with its reason.
 
-A verdict says nothing of more documents or longer ones: a forward that leaks only above 4,096 tokens is found with
-`length=4097` or more. Nor does it say anything of losses that a framework computes itself, of whether it counts each
-document once, and of numbers of processes.
+A verdict says nothing about more or longer documents: a forward that leaks only above 4,096 tokens is found with
+`length=4097` or more. Nor does it cover losses that a framework computes itself, whether it counts each document once,
+or other numbers of processes.
 
 A window of the model that is shorter than the longest document is tried as it is. A longer one is narrowed during the
-check, which a function with a window of its own does not see: the verdict is INEXACT then, and names the `length` that
+check. A function with its own window does not see that: its verdict is then INEXACT, and names the `length` that
 reaches the window.
 
 ## All models of transformers {version}
 
 `python scripts/models.py --packed --output docs/packed.md` wrote this table, with tiny random models in float32 on the
-CPU. The first verdict is that of the attention with which transformers loads the model, and the second that of
-`flash_attention_2`, for which attention in plain PyTorch stands in. Figures are in nats, as root mean squares: how far
+CPU. The first verdict is for the attention with which transformers loads the model, and the second for
+`flash_attention_2`, for which attention in plain PyTorch stands in. Figures are root mean squares in nats: how far
 log-probabilities are from those of each document alone, and how much they move when other documents change. Kernels of
 `mamba-ssm`, `causal-conv1d` and `flash-linear-attention` are not installed. With them, some layers with a state may
-keep documents apart if they are told of the boundaries, which `position_ids` alone do not.
+keep documents apart if they are told the boundaries, which `position_ids` alone do not do.
 """  # noqa: E501
 
 
