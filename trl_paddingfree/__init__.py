@@ -1,4 +1,4 @@
-"""TRL's trainers with next to no padding, and with shared prefixes computed once: the same results, fewer tokens."""
+"""TRL's trainers with almost no padding and with shared prefixes computed once: the same results from fewer tokens."""
 
 import importlib
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
-"""All uses of private names of transformers and TRL, but for those that our trainers inherit, and why.
+"""Every private name of transformers and TRL that we use, and why, except those that our trainers inherit.
 
-`tests/test_upstream.py` lists these names, the inherited ones, and those of PyTorch and accelerate by the module that
-uses them. It fails by name when an upgrade moves one.
+`tests/test_upstream.py` lists these names, the inherited ones, and those of PyTorch and accelerate, by the module that
+uses them. When an upgrade moves one, the test fails and names it.
 """
 
 import inspect
@@ -24,38 +24,38 @@ from .versions import MovedNameError, with_head
 
 def attention_function(name: str, module: torch.nn.Module) -> Callable:
     """The attention function that `module` would call under the implementation `name`."""
-    if name != "eager":  # each modeling file has its own "eager" one, with the model's soft-capping or sinks
+    if name != "eager":  # each modeling file defines its own, with the model's soft-capping or sinks
         return AttentionInterface()[name]
     return sys.modules[type(module).__module__].eager_attention_forward
 
 
 def text_models(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """`model` and the models within it that compute text, whose attention is ours over flat batches."""
-    # A vision tower keeps its own attention: Qwen's looks for flash attention by name, else it computes piece by piece
+    """The `PreTrainedModel`s within a model that process text, whose attention is ours over flat batches."""
+    # A vision tower keeps its own attention: Qwen's checks for flash attention by name, and otherwise loops over chunks
     is_text = model.config.get_text_config() is model.config
     modules = (model if is_text else model.get_decoder()).modules()
     return [module for module in modules if isinstance(module, PreTrainedModel)]
 
 
 def takes_attention_function(model: PreTrainedModel) -> bool:
-    """Whether all attention goes through `AttentionInterface`: Falcon and others look it up in a dict of their own."""
+    """Whether all attention goes through `AttentionInterface`. Falcon and others dispatch through their own dict."""
     return all(module._can_set_attn_implementation() for module in text_models(model))
 
 
 def is_stateful(model: PreTrainedModel) -> bool:
-    """Whether transformers says of a model that its layers hand states on from token to token."""
+    """Whether transformers marks a model as stateful: its layers pass states from token to token."""
     return model._is_stateful
 
 
 def attn_implementation(model: PreTrainedModel) -> str:
-    """The attention implementation in force. It may differ from the one that was asked for (TRL #2834)."""
+    """The attention implementation in use. It may differ from the one requested (TRL #2834)."""
     return model.config.get_text_config()._attn_implementation
 
 
 def set_attn_implementation(model: PreTrainedModel, name: str) -> None:
     """
-    Set a registered attention implementation on the text model and every part of it. transformers' public method checks
-    names against installed kernels again, and for some models (GPT-OSS) refuses all but a few.
+    Set a registered attention implementation on the text model and its submodels. transformers' public method checks
+    names against installed kernels again, and for some models (GPT-OSS) rejects all but a few.
     """
     model.config.get_text_config()._attn_implementation = name
     for module in text_models(model):
@@ -63,7 +63,7 @@ def set_attn_implementation(model: PreTrainedModel, name: str) -> None:
 
 
 def flash_attention_forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """Flash attention by the package that `attn_implementation` names: registered functions ask the config for it."""
+    """Flash attention from the package that `attn_implementation` names. Registered functions ask the config for it."""
     from transformers.modeling_flash_attention_utils import _flash_attention_forward, flash_attn_supports_top_left_mask
 
     use_top_left_mask = flash_attn_supports_top_left_mask()
@@ -79,8 +79,8 @@ def flash_target_dtype(query: torch.Tensor, module: torch.nn.Module) -> torch.dt
 
 def preparation(trl_trainer: Any, trl_config: Any, *arguments: Any, **read: Any) -> Callable[..., Any]:
     """
-    A function that tokenizes and truncates data, and drops rows, as a TRL trainer does, without a model. TRL's method
-    gets a stand-in for the trainer, with a tokenizer and the attributes in `read`, and `arguments` before the last one.
+    A function that tokenizes, truncates and drops rows as a TRL trainer does, without a model. It calls TRL's method on
+    a stand-in for the trainer, with a tokenizer and the attributes in `read`; `arguments` precede the data set's name.
     """
 
     def prepare(dataset: Any, tokenizer: Any, **options: Any) -> Any:  # `max_length` and `truncation_mode`
@@ -94,7 +94,7 @@ def preparation(trl_trainer: Any, trl_config: Any, *arguments: Any, **read: Any)
 
 
 def prepare_prompts(dataset: Any, tokenizer: Any, **options: Any) -> Any:
-    """Prompts, tokenized by TRL, which never truncates them, whatever the `options`."""
+    """Prompts tokenized by TRL, which never truncates them. `options` are ignored."""
     from trl import RLOOTrainer
 
     trainer: Any = SimpleNamespace(processing_class=tokenizer, chat_template_kwargs={})
@@ -104,8 +104,8 @@ def prepare_prompts(dataset: Any, tokenizer: Any, **options: Any) -> Any:
 
 def spoilt_by_evaluation(module: torch.nn.Module) -> bool:
     """
-    Whether a call of `module` in evaluation mode keeps it from training afterwards. On CPUs with AVX512-BF16,
-    bitsandbytes 0.50 then repacks 4-bit weights for inference, and the layer passes no gradient on to its input.
+    Whether calling `module` in evaluation mode breaks later training. On CPUs with AVX512-BF16, bitsandbytes 0.50 then
+    repacks 4-bit weights for inference, and the layer no longer propagates gradients to its input.
     """
     return type(module).__module__.startswith("bitsandbytes.")
 
@@ -113,14 +113,14 @@ def spoilt_by_evaluation(module: torch.nn.Module) -> bool:
 @contextmanager
 def checkpointing(model: PreTrainedModel, options: dict[str, Any] | None) -> Iterator[None]:
     """
-    Within this context, activations of `model` are recomputed: as before, if they were, and else with `options`. The
-    methods are those that TRL calls: transformers 5.23 has other names for them, and keeps these.
+    Within this context, `model` recomputes its activations: as before if it already did, otherwise with `options`. The
+    methods are those that TRL calls. transformers 5.23 renamed them, and keeps these as aliases.
     """
     if model.is_gradient_checkpointing:
         yield
         return
     options = {**(options or {})}
-    # Arguments of transformers' method, and not of the checkpoint, which its trainer takes out of the options, too
+    # Arguments of transformers' method, not of PyTorch's checkpoint: its trainer pops them from the options, too
     of_method = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
     model.gradient_checkpointing_enable(options or None, **of_method)
     try:
@@ -131,8 +131,8 @@ def checkpointing(model: PreTrainedModel, options: dict[str, Any] | None) -> Ite
 
 def is_reentrant(args: TrainingArguments) -> bool:
     """
-    Whether checkpoints of layers are reentrant: by `use_reentrant`, and without it by PyTorch's default, which is yes.
-    Given no options for PyTorch at all, transformers says no.
+    Whether layers use reentrant checkpoints: as `use_reentrant` says, else PyTorch's default, which is yes. Given no
+    options for PyTorch at all, transformers defaults to no.
     """
     kwargs: Any = args.gradient_checkpointing_kwargs or {}
     return bool({*kwargs} - {"every_n_layers", "offload", "selective"}) and kwargs.get("use_reentrant") is not False
@@ -140,8 +140,8 @@ def is_reentrant(args: TrainingArguments) -> bool:
 
 def not_reentrant(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str, Callable]]:
     """
-    Of modules whose checkpoints are reentrant, the attribute to set, and a value that makes them non-reentrant. PyTorch
-    cannot compute gradients of single inputs through reentrant ones.
+    For modules whose checkpoints are reentrant, the attribute to set, and a value that makes them non-reentrant:
+    `torch.autograd.grad` does not work through reentrant checkpoints.
     """
     name = "_gradient_checkpointing_func"
     for module in modules:
@@ -155,21 +155,21 @@ def varlen_gradients(
     lse: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, max_q: int, max_k: int, scale: float | None,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The gradients of queries, keys and values of PyTorch's causal varlen kernel, which has no public name for it."""
+    """Gradients of queries, keys and values by PyTorch's causal varlen kernel, whose backward has no public name."""
     import torch.nn.attention.varlen  # registers the operator
 
     try:
         backward = torch.ops.torch_attn._varlen_attn_backward
     except AttributeError as error:
         raise MovedNameError("torch", "torch.ops.torch_attn", "_varlen_attn_backward", "varlen_gradients") from error
-    # Where nothing is dropped, no random state is read
+    # Without dropout, the random state is not read
     options = (window is None, torch.zeros(2, dtype=torch.uint64, device=query.device), scale)
     left = -1 if window is None else window - 1
     return backward(grad, query, key, value, output, lse, cu_q, cu_k, max_q, max_k, *options, [left, 0])
 
 
-# transformers' functions by which layers that carry state mix tokens (convolutions and recurrences), and the argument
-# that tells their kernels where rows begin. No kernel of the first Mamba's scan has one
+# transformers' functions that mix tokens in layers that carry state (convolutions and recurrences), and the argument
+# that tells their kernels where rows begin. No kernel for Mamba 1's scan has one
 _STATE_FUNCTIONS = {
     "causal_conv1d_fn": "seq_idx",
     "mamba2_chunk_scan": "seq_idx",
@@ -177,12 +177,12 @@ _STATE_FUNCTIONS = {
     "torch_chunk_gated_delta_rule": "cu_seqlens",
     "chunk_kimi_delta_attention": "cu_seqlens",
 }
-# A convolution and a scan in one kernel. Where it is not installed, they are `None`, and the two are called one by one
+# Convolution and scan fused in one kernel. If it is not installed, they are `None`, and the two are called separately
 _FUSED_FUNCTIONS = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 
 
 def state_functions(forward: Callable) -> dict[str, Callable]:
-    """Those of the functions above that the forward of a layer calls, by name."""
+    """The functions above that a layer's forward calls, by name."""
     function = inspect.unwrap(forward.__func__ if isinstance(forward, types.MethodType) else forward)
     if not isinstance(function, types.FunctionType):
         return {}
@@ -194,11 +194,11 @@ def _missing_kernel(name: str, function: Callable) -> str | None:
     """The package to install for the kernel of a function; empty if no package has one, `None` if it is installed."""
     if (boundaries := _STATE_FUNCTIONS[name]) is None:
         return None if find_spec("mamba_ssm") else "mamba-ssm"
-    # A function without transformers' decorator has no kernel (LFM3). With the package `kernels`, it becomes a module
+    # A function without transformers' decorator has no kernel (LFM3). The `kernels` package turns others into modules
     if not hasattr(function, "__wrapped__") and not isinstance(function, torch.nn.Module):
         return ""
-    # transformers does not say which kernels it found, so the function is called without tensors, which always fails.
-    # If there is no kernel, a local variable of its decorator names the package, because it refuses boundaries then
+    # transformers does not report which kernels it found, so call the function without tensors, which always fails. If
+    # there is no kernel, its decorator rejects the boundaries, and a local variable there names the package
     try:
         function(**{boundaries: True})
     except (TypeError, ValueError) as error:
@@ -208,16 +208,16 @@ def _missing_kernel(name: str, function: Callable) -> str | None:
 
 
 def missing_state_kernels(forward: Callable) -> dict[str, str | None]:
-    """For each of these functions that the layer calls, without fused ones, the result of [`_missing_kernel`]."""
+    """The result of [`_missing_kernel`] for each of these functions that a layer's forward calls, except fused ones."""
     functions = state_functions(forward).items()
     return {name: _missing_kernel(name, function) for name, function in functions if name in _STATE_FUNCTIONS}
 
 
 def takes_state_boundaries(module: torch.nn.Module) -> bool:
-    """Whether a layer that carries state keeps the rows of one flat axis apart, if it is told where they begin."""
+    """Whether a layer that carries state keeps rows on a flat axis apart when it is told where they begin."""
     forward = type(module).forward
     if inspect.getfullargspec(inspect.unwrap(forward)).varkw is None:
-        return False  # the convolution of LFM2's mixtures takes no boundaries by these names before transformers 5.22
+        return False  # before transformers 5.22, the convolution of LFM2's MoE takes no boundaries by these names
     missing = missing_state_kernels(forward)
     return bool(missing) and all(_STATE_FUNCTIONS[name] and package is None for name, package in missing.items())
 
@@ -231,17 +231,17 @@ def sharded_dtype(model: torch.nn.Module) -> torch.dtype | None:
 
 
 def gradient_hooks(tensor: torch.Tensor) -> Any:
-    """What [`torch.Tensor.register_hook`] has put on a tensor."""
+    """The hooks that [`torch.Tensor.register_hook`] has put on a tensor."""
     return tensor._backward_hooks
 
 
 def process_store() -> torch.distributed.Store:
-    """The store through which the processes of a run have met: it needs no collective."""
+    """The store of the default process group. It needs no collective."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 
 def lm_head_tile() -> tuple[int, int]:
-    """Rows and columns of the tile of logits that TRL's fused LM head computes at a time."""
+    """Tokens and vocabulary entries per tile of logits in TRL's fused LM head."""
     from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
@@ -250,8 +250,8 @@ def lm_head_tile() -> tuple[int, int]:
 
 def apply_liger(model: torch.nn.Module, args: TrainingArguments) -> None:
     """
-    Put Liger's kernels on a model, if `args` ask for them: transformers does so when training starts, which is after
-    the model was proven and measured. Doing it twice changes nothing.
+    Apply Liger's kernels to a model if `args` ask for them. transformers does so when training starts, which is after
+    the model has been proven and measured. Doing it twice changes nothing.
     """
     if args.use_liger_kernel:
         from transformers.integrations import liger
@@ -261,8 +261,8 @@ def apply_liger(model: torch.nn.Module, args: TrainingArguments) -> None:
 
 def configure_compiler(recompilations: int) -> None:
     """
-    Have PyTorch compile a function anew at least so often, and whenever a module gets hooks, which it would leave out:
-    calls of `torch.compile` take no options for that. transformers collects the logits of routers by hooks.
+    Let PyTorch recompile a function at least `recompilations` times, and have it recompile when a module gets hooks,
+    which it would otherwise ignore: transformers collects router logits by hooks. `torch.compile` has no such options.
     """
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, recompilations)
@@ -270,7 +270,7 @@ def configure_compiler(recompilations: int) -> None:
 
 
 def put_head(model: PreTrainedModel) -> None:
-    """Put TRL's fused LM head on a model that does not have it yet: not all of TRL's trainers put it there."""
+    """Add TRL's fused LM head to a model that does not have it yet: not all of TRL's trainers add it."""
     from trl.trainer.utils import add_fused_lm_head
 
     if with_head(model.forward) is None:
@@ -278,21 +278,21 @@ def put_head(model: PreTrainedModel) -> None:
 
 
 def divergence_tile() -> tuple[int, int]:
-    """Rows and columns of the tile of each model's logits that TRL's divergence computes at a time."""
+    """Tokens and vocabulary entries per tile of each model's logits in TRL's divergence."""
     from trl.kernels.chunked_divergence import TOKEN_CHUNK_SIZE, VOCAB_CHUNK_SIZE
 
     return TOKEN_CHUNK_SIZE, VOCAB_CHUNK_SIZE
 
 
 def has_head_kernel(device: torch.device) -> bool:
-    """Whether TRL's fused LM head has a Triton kernel on `device`, which works with less memory than PyTorch's own."""
+    """Whether TRL's fused LM head has a Triton kernel on `device`, which needs less memory than its PyTorch version."""
     from trl.kernels.chunked_logprob import _use_triton
 
     return _use_triton(device)
 
 
 def router_loss(model: PreTrainedModel, router_logits: tuple[torch.Tensor, ...], weights: torch.Tensor) -> torch.Tensor:
-    """The loss of a mixture's routers as TRL's fused head computes it, of logits `(T, experts)` of each layer."""
+    """The router loss of an MoE model as TRL's fused head computes it, from each layer's logits `(T, experts)`."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     config, loss = model.config.get_text_config(), cast(Any, load_balancing_loss_func)

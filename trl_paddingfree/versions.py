@@ -1,6 +1,6 @@
-"""The names of TRL's and transformers' trainers that ours need, and the error that says which one a release has moved.
+"""The names in TRL's and transformers' trainers that ours need, and the error that says which one a release has moved.
 
-It imports nothing that may fail to import, because then it must still say why.
+This module imports nothing that may be missing: if other imports fail, it must still say why.
 """
 
 import inspect
@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from traceback import walk_tb
 from typing import Any
 
-# The lowest and newest versions that the tests run with: those of pyproject.toml, which is not in the wheel
+# The lowest and newest versions that the tests run with, as in pyproject.toml, which is not in the wheel
 TESTED = {
     "torch": ("2.11.0", "2.15.0"),
     "transformers": ("5.17.0", "5.24.0"),
@@ -21,7 +21,7 @@ TESTED = {
     "datasets": ("4.7.0", "5.2.0"),
 }
 
-# Names of TRL's classes that ours override, call or read. If one is gone, nothing would call what overrides it
+# Names in TRL's classes that ours override, call or read. An override of a method that is gone would never be called
 _GENERATES = "_name _generate_single_turn _prepare_inputs _tokenize_prompts"
 CLASS_NAMES = {
     "Trainer": "_get_num_items_in_batch _get_train_sampler _issue_warnings_after_load _load_best_model "
@@ -36,7 +36,7 @@ CLASS_NAMES = {
     "RLOOTrainer": f"{_GENERATES} _get_per_token_logps_and_entropies",
     "DistillationTrainer": f"{_GENERATES} _compute_loss _get_last_hidden_state",
 }
-# And attributes that the `__init__` of each class sets on its instances
+# Attributes that the `__init__` of each class sets
 _COUNTS = "_metrics _total_train_tokens"
 INSTANCE_NAMES = {
     "Trainer": "_signature_columns _train_batch_size",
@@ -52,8 +52,8 @@ INSTANCE_NAMES = {
 
 class MovedNameError(ImportError):
     """
-    A name that this package takes of another one is not where the tested versions have it: `place`, of `package`, has
-    no `name`, which `user` needs.
+    A name that this package takes from another is not where the tested versions have it: `place`, in `package`, has no
+    `name`, which `user` needs.
     """
 
     def __init__(self, package: str, place: str, name: str, user: str):
@@ -66,12 +66,12 @@ class MovedNameError(ImportError):
 
 def installed(packages: Iterable[str]) -> str:
     """A sentence with the installed and the tested versions of packages."""
-    tested = {name: " to ".join(dict.fromkeys(TESTED[name])) for name in packages}  # lowest and newest may be one
+    tested = {name: " to ".join(dict.fromkeys(TESTED[name])) for name in packages}  # both may be the same
     return f"Installed: {', '.join(f'{name} {_version(name)} (tested: {those})' for name, those in tested.items())}."
 
 
 def untested() -> list[str]:
-    """The packages that are installed in a version which is older or newer than those that are tested."""
+    """The packages whose installed version is unknown, or older or newer than those tested."""
     from packaging.version import InvalidVersion, Version
 
     found = []
@@ -94,9 +94,9 @@ def _version(package: str) -> str:
 @contextmanager
 def naming_versions() -> Iterator[None]:
     """
-    Within this context, or in a function that it decorates, a failed import in this package, of a name that a tested
-    package should have, raises a [`MovedNameError`]. Other errors get a note with the installed versions that are not
-    tested, except `ValueError`s of this package: they refuse something, whatever the versions.
+    Within this context, or in a function that it decorates, a failed import in this package of a name that a tested
+    package should have raises a [`MovedNameError`]. Other errors get a note with the installed versions that are
+    untested, except this package's own `ValueError`s, which reject something whatever the versions.
     """
     try:
         yield
@@ -127,8 +127,8 @@ def _moved_import(error: ImportError, module: str) -> MovedNameError | None:
 
 def refuse_moved_names(trainer_class: Any, trainer: Any = None) -> None:
     """
-    Refuse a trainer class if the TRL trainer that it extends lacks names of `CLASS_NAMES` or, with a `trainer` that
-    TRL's `__init__` has set up, attributes of `INSTANCE_NAMES`.
+    Refuse a trainer class if the TRL trainer that it extends lacks names in `CLASS_NAMES` or, given a `trainer` that
+    TRL's `__init__` has set up, attributes in `INSTANCE_NAMES`.
     """
     trl_trainer, names = trainer_class.trl_trainer, CLASS_NAMES if trainer is None else INSTANCE_NAMES
     found = {*dir(trl_trainer), *({} if trainer is None else vars(trainer))}
@@ -140,7 +140,7 @@ def refuse_moved_names(trainer_class: Any, trainer: Any = None) -> None:
 
 
 def with_head(forward: Callable) -> Callable | None:
-    """The forward with TRL's fused LM head among a forward and those that it wraps; `None` if there is none."""
+    """The outermost of `forward` and those that it wraps that has TRL's fused LM head; `None` if none has it."""
 
     def has_head(function: Callable) -> bool:
         return "fused_lm_head" in inspect.signature(function, follow_wrapped=False).parameters

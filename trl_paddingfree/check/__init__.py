@@ -1,1 +1,1 @@
-"""Is it exact on this model? The start-up check, and what it says."""
+"""Is a model exact on flat batches? The start-up check and its report."""

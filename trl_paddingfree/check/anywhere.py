@@ -1,4 +1,4 @@
-"""`padding_free(model)`: the start-up check, and then padded calls computed flat, in any trainer or loop."""
+"""`padding_free(model)`: checks a model, then computes its padded calls flat, in any trainer or loop."""
 
 import inspect
 import time
@@ -32,31 +32,31 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True, torch_compile: bool = False) -> Model:
     """
-    Have a model compute padded rows without their padding, in whatever trainer or loop calls it.
+    Have a model compute padded rows without their padding, in any trainer or loop.
 
-    A call with `input_ids` of shape `(R, L)` and a 2-D `attention_mask` computes each token once, and prefixes that
-    rows share once, and answers in rows of `L` as before, with zeros where there is padding. Calls of other kinds
-    (generation, given embeddings, 4-D masks, hidden states of all layers, packed rows) are computed as before, and the
-    first of each kind says so in a warning. `FlatModel.of(model).counts` says what was computed.
+    A call with `input_ids` of shape `(R, L)` and a 2-D `attention_mask` skips the padding, computes shared prefixes
+    once, and still returns rows of `L`, with zeros at padding. Calls of other kinds (generation, `inputs_embeds`, 4-D
+    masks, hidden states of all layers, packed rows) are computed as before, and the first of each kind logs a warning.
+    `FlatModel.of(model).counts` says how many tokens were computed.
 
     Args:
         model (`torch.nn.Module`):
-            A model of transformers with a head, with or without PEFT, on the device and in the dtype of its training.
+            A transformers model with a head, with or without PEFT, on the device and in the dtype it will train in.
         check (`bool`, *optional*, defaults to `True`):
-            Whether to prove that the model computes flat batches exactly. Without it, a model that does not computes
-            wrong answers, and nothing says so.
+            Whether to prove that the model computes flat batches exactly. Without the check, a model that does not
+            gives wrong answers silently.
         prefix_sharing (`bool`, *optional*, defaults to `True`):
-            Whether to compute prefixes that rows share once.
+            Whether to compute shared prefixes only once.
         torch_compile (`bool`, *optional*, defaults to `False`):
-            Whether to compile decoder layers for calls that are computed flat, each kind of layer once. Set it here
-            and not in the trainer, which would compile the whole model in pieces.
+            Whether to compile decoder layers for flat calls, each kind of layer once. Set it here rather than in the
+            trainer, which would compile the whole model in pieces.
 
     Returns:
         `model` itself.
 
     Raises:
-        [`UnprovenModelError`]: It computes a flat batch differently from its rows one by one.
-        `TypeError`, `ValueError`: It is no model of transformers, or one that no route can serve.
+        [`UnprovenModelError`]: The model computes a flat batch differently from its rows one by one.
+        `TypeError`, `ValueError`: `model` is not a transformers model, or no route can serve it.
 
     >>> from trl_paddingfree import FlatModel, padding_free
     >>> from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
@@ -105,7 +105,7 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True, 
 
 
 def transformers_model(model: torch.nn.Module, function: str) -> PreTrainedModel:
-    """The outermost model of transformers within the one that a `function` is given, under PEFT or other wrappers."""
+    """The outermost transformers model in `model`, under PEFT or other wrappers. Errors name the calling `function`."""
     if isinstance(model, str):
         raise TypeError(
             f"`model={model!r}`: `{function}` takes a model itself, not its name. Pass "
@@ -124,7 +124,7 @@ def transformers_model(model: torch.nn.Module, function: str) -> PreTrainedModel
 
 
 class _CallWithRows:
-    """What the check calls in place of a model: its padded calls if a flat batch is given, else the model as before."""
+    """Stands in for a model in the check: computes padded calls flat if given a flat batch, otherwise as before."""
 
     def __init__(self, model: torch.nn.Module, calls: PaddedCalls):
         self.model, self.calls, self.base = model, calls, calls.flat.model
@@ -151,18 +151,18 @@ class _CallWithRows:
         if not is_pooled(self.base):
             return SimpleNamespace(log_probs=log_probs_of(output.logits, inputs["labels"]), output=output)
         logits = output.logits
-        if logits.ndim == 3:  # one for each token: the last one depends on its whole row
+        if logits.ndim == 3:  # one per token: the last one depends on the whole row
             last = (inputs["attention_mask"] * torch.arange(logits.size(1), device=logits.device)).argmax(1)
             logits = logits[torch.arange(len(last)), last]
         return SimpleNamespace(logits=logits, output=output)
 
     def both(self, inputs: Inputs, with_labels: bool = False) -> list[Any]:
-        """The answers to rows computed flat, and as before."""
+        """The answers to the same rows, computed flat and as before."""
         return [self.answers(inputs, is_flat, with_labels) for is_flat in (True, False)]
 
     def try_calls(self, tolerance: float) -> None:
         """
-        Leave calls as before where the model itself answers otherwise: rows with padding on the left, router losses
+        Exclude kinds of calls that the model itself answers differently: rows with padding on the left, router losses
         that count padding, and heads that are given labels.
         """
         pooled, config = is_pooled(self.base), self.base.config.get_text_config()

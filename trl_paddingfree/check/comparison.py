@@ -1,4 +1,4 @@
-"""What a model computes one way, compared with what it computes another way: which differences are rounding."""
+"""Compares what a model computes in two ways, and tells rounding from mistakes."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -7,17 +7,17 @@ from typing import TypeAlias
 
 import torch
 
-# A tolerance is this many times the noise of padded runs: flat runs round differently, but as much. Over the routes,
+# A tolerance is this many times the noise of padded runs: flat runs round differently, but by as much. Over the routes,
 # dtypes and models tried (576 runs of 2 and 32 layers), errors were at most 1.5 times the larger of two such noises
 NOISE_FACTOR = 4.0
-# No tolerance exceeds this times the square root of the rounding unit (half the digits), relative to the effect of one
-# token of context: padding itself may change a model's answers, and agreement within such noise would mean nothing
+# Answers are tolerated up to this times the square root of the rounding unit (half the digits), relative to the effect
+# of one token of context: padding itself may change answers, and agreement within such noise would mean nothing
 HALF_DIGITS_FACTOR = 3.0
-# The most that measured noise may raise the tolerance of gradients to, where arithmetic rounds more than its dtype says
-# (4-bit weights): mistakes move gradients by more
+# The tolerance of gradients is this or half the digits, whichever is less, and measured noise may raise it up to the
+# other, where arithmetic rounds more than its dtype says (4-bit weights). Mistakes move gradients by more
 MOST_NOISE = 0.1
-# Gradients of some weights are nothing but rounding: an error counts relative to this share of the largest norm, if
-# that is more than the norm of what is expected. In low precision, rounding may also send a token to another expert
+# Gradients of some weights are pure rounding, so errors are relative to at least this share of the largest norm. In low
+# precision, rounding may also send a token to another expert
 _LEAST_NORM, _LEAST_NORM_IN_LOW_PRECISION = 0.01, 0.1
 
 Values: TypeAlias = Mapping[str, torch.Tensor]  # by name, float64 on the CPU
@@ -36,13 +36,13 @@ class Verdict:
         tolerance (`float`):
             Largest `error` that passes.
         failure (`str`):
-            What is wrong at any size (a leak, lost context), or the error that the model raised.
+            What is wrong whatever its size (a leak, lost context), or the error that the model raised.
         skipped (`str`):
             Why nothing was compared.
         notes (`tuple[str, ...]`):
-            What else was not looked at, each with the reason.
+            What else was not compared, and why.
         unmendable (`bool`):
-            Whether rows alone fail, too: no other way to compute flat batches can mend that.
+            Whether rows alone fail, too, so that no other route can help.
     """
 
     error: float = float("nan")
@@ -55,7 +55,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether the two ways agree, as far as was compared."""
+        """Whether the two ways agree, as far as they were compared."""
         return not self.failure and (bool(self.skipped) or self.error <= self.tolerance)
 
     @property
@@ -65,7 +65,7 @@ class Verdict:
 
     @property
     def not_compared(self) -> tuple[str, ...]:
-        """What would have to be compared to call the model exact, and was not, each with the reason."""
+        """What was not compared, and why. Until it is, the model cannot be called exact."""
         return (f"gradients were not compared, because {self.skipped}", *self.notes) if self.skipped else self.notes
 
     def __str__(self) -> str:
@@ -84,21 +84,21 @@ def compare(
     of_parameters: bool = False,
 ) -> Verdict:
     """
-    The worst difference between values of a `candidate` and those of a `reference`, and what is tolerated.
+    Compare values of a `candidate` with those of a `reference`: the worst difference, and its tolerance.
 
     Args:
         reference, candidate (`Mapping`):
-            Values by name, which both have.
+            Values by name, the same names in both.
         noise (`Callable`):
-            Gives values that only round differently from the reference's. It is called if the least tolerance is not
-            enough.
+            Returns values that differ from the reference's by rounding only. Called if the least tolerance is exceeded.
         unit (`float`):
             The relative error of one rounding.
         least (`float`, *optional*):
-            The least tolerance of answers, at most half of whose digits are noise. By default, these are gradients:
-            half of their digits are tolerated, or more if padded rows show more noise.
+            The least tolerance of answers, which noise raises to half the digits at most. By default, the values are
+            gradients: the tolerance is half the digits or `MOST_NOISE`, whichever is less, and noise raises it up to
+            the other.
         of_parameters (`bool`, *optional*, defaults to `False`):
-            Whether some of the values may be nothing but rounding. What is lost altogether counts in full even then.
+            Whether some values may be pure rounding. One that is lost altogether (all zeros) still counts in full.
     """
     half, norms = HALF_DIGITS_FACTOR * unit**0.5, {name: float(x.norm()) for name, x in reference.items()}
     tolerance, most = sorted((half, MOST_NOISE)) if least is None else (min(least, half), half)
@@ -124,7 +124,7 @@ def compare(
 
 
 def worst_of(verdicts: Iterable[Verdict]) -> Verdict:
-    """The verdict that is furthest from passing, or closest to its tolerance."""
+    """The verdict furthest from passing, or closest to its tolerance."""
     return max(verdicts, key=lambda x: (math.isnan(x.error), x.error / x.tolerance))
 
 

@@ -1,10 +1,10 @@
-"""The second pass of the start-up check, under the conditions of training: training mode, gradients, a long flat row.
+"""The second pass of the start-up check, under training conditions: training mode, gradients, a long flat row.
 
-Four rows of equal length go through the model, in two pairs that share a long prefix. As a batch, they need no padding:
-this is the reference. Of the flat batch, the losses of two rows are differentiated at a time, one row of each pair, not
-side by side on the flat axis. The first row of a pair is scored at all tokens, the second after the shared prefix.
-*Which* flat tokens carry gradient is compared without tolerance, in any precision: they must be those of the row alone.
-More of them are a leak, fewer are forgotten context. How large the gradients are, within a tolerance, shows the rest:
+Four rows of equal length go through the model, in two pairs that share a long prefix. Batched, they need no padding:
+this is the reference. In the flat batch, the losses of two rows are differentiated at a time, one from each pair, never
+neighbors on the flat axis. The first row of a pair is scored at all tokens, the second after the shared prefix. *Which*
+flat tokens get gradient is compared exactly, in any precision: they must be the same as for the row alone. Extra tokens
+are a leak, missing ones are forgotten context. The size of the gradients, compared within a tolerance, shows the rest:
 context that only some layers forget, wrong positions.
 
 For a model that does not train, log-probabilities of these rows are compared, and nothing is differentiated.
@@ -39,23 +39,23 @@ from .training import (
     watched_embeddings,
 )
 
-# Length of the rows: together more than 256 flat tokens
+# Length of each row: enough for more than 256 flat tokens
 _LENGTH = 104
 # The rows whose losses are differentiated together
 _GROUPS = ([0, 2], [1, 3])
-# Names in configurations for how far a token sees, where layers are built with that: nothing can narrow it afterwards
+# Configuration fields for how far a token sees that layers read when they are built: they cannot be narrowed later
 _BUILT_WITH = ("window_size", "sliding_window_size", "attention_window_size", "local_attention", "index_block_size",
                "index_topk_blocks", "indexer_budget", "block_size", "local_attention_window_len")  # fmt: skip
-# Rows are made longer than limits up to so many tokens, and flat rows than so many positions of a model: more take long
+# Largest such limit that rows are to exceed, and largest position limit that flat rows are to: more takes too long
 _LONGEST = {"cpu": (256, 2048), "accelerator": (1024, 8192)}
-# Gradients below this share of the largest count as zero: rounding alone may make them so
+# Gradients below this share of the largest count as zero: rounding alone may produce them
 _NEGLIGIBLE = torch.finfo(torch.float32).eps ** 2
-# The least relative tolerance of answers: rounding in float32 stays below it, forgotten and misplaced context do not
+# Least relative tolerance of answers: rounding in float32 stays below it, forgotten or misplaced context does not
 _LEAST_MISTAKE = 1e-5
 
 
 class Pass(NamedTuple):
-    """What the model computes of the rows, in float64 on the CPU: answers, and the gradients of their losses."""
+    """What the model computes for the rows, in float64 on the CPU: answers, and the gradients of their losses."""
 
     log_probs: torch.Tensor  # (R, L-1)
     at_tokens: torch.Tensor  # (R, L, D) at the embeddings, or (1, T, D) of a flat batch
@@ -75,9 +75,9 @@ class RowsInTraining:
     """
     The reference for gradients: log-probabilities of four long rows in training mode, as a batch that needs no padding,
     and the gradients of their losses. With `trains=False`, only log-probabilities, in evaluation mode. `every_layer`
-    says whether all layers compute; by default, those of small models do. With `scores_all`, for flat batches that are
-    compared with each other, nothing is computed of rows alone, and both rows of a pair are scored at the prefix that
-    they share: within narrow windows, the gradients of some tokens would nearly vanish else.
+    says whether all layers run; by default, they do in small models. `scores_all` is for comparing flat batches with
+    each other: rows alone are not computed, and both rows of a pair are scored on their shared prefix, because in
+    narrow windows, the gradients of some tokens would otherwise nearly vanish.
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class RowsInTraining:
         # Numbers of positions that a flat row can exceed within seconds
         self.position_limits = [limit for limit in positions if limit < longest_flat]
         self.rows = probe.long_rows(model, self.length, draw)
-        # Each token counts differently in the losses, and by default those of a shared prefix only in the first row
+        # Each token has its own weight in the losses; by default, a shared prefix counts in the first row only
         self.weights = torch.from_numpy(np.random.default_rng(draw).uniform(0.5, 1.5, (4, self.length - 1)))
         if not scores_all:
             self.weights[1::2, : int(self.length * probe.SHARED) - 1] = 0
-        with self.in_training() as left_out, frozen_layers_tried(model) as self.lost:  # that pass no gradient on
+        with self.in_training() as left_out, frozen_layers_tried(model) as self.lost:  # layers that block gradients
             self.parameters = compared_parameters(model) if trains else {}
             if not scores_all:
                 self.alone = self.differentiate(probe.row_inputs(model, self.rows))
@@ -113,12 +113,12 @@ class RowsInTraining:
         others = sum(p.requires_grad for p in model.parameters()) - len(self.parameters)
         if trains and others:
             self.notes += (f"gradients of {others} weights, large or sharded, were not compared",)
-        # In another width, kernels round differently
+        # At another width, kernels round differently
         width = min([self.length + 5, *positions])
         self.noise = cache(lambda: self.differentiate(probe.row_inputs(model, self.rows, width)))
 
     def in_training(self) -> AbstractContextManager[tuple[str, ...]]:
-        """The context in which the model is tried, as it trains, or as it answers: gives what it leaves out."""
+        """The context in which the model is tried, in training or evaluation mode. Yields what it leaves out."""
         return as_in_training(self.model, self.call, self.every_layer) if self.trains else as_it_answers(self.model)
 
     def answers(self, inputs: Inputs) -> torch.Tensor:
@@ -128,11 +128,11 @@ class RowsInTraining:
         return answers[:, : self.length - 1].expand(-1, self.length - 1)
 
     def watched(self, inputs: Inputs) -> AbstractContextManager[list[torch.Tensor]]:
-        """Within this context, the list ends with what gradients of the tokens of `inputs` are taken at."""
+        """Within this context, the list ends with the tensors whose gradients are those of the tokens of `inputs`."""
         return watched_embeddings(self.model)
 
     def differentiate(self, inputs: Inputs, rows: Sequence[int] = (0, 1, 2, 3)) -> Pass:
-        """What the model computes of all rows, and the gradients of the losses of some."""
+        """What the model computes for all rows, and the gradients of the losses of some."""
         if not self.trains:
             return Pass(self.answers(inputs).double().cpu(), torch.empty(0), {})
         batch: FlatBatch | None = inputs.get("flat_batch")
@@ -143,14 +143,14 @@ class RowsInTraining:
             log_probs = self.answers(inputs)
             if not embedded:
                 raise RuntimeError("its input embeddings are not what it computes with")
-            # Slices have embeddings of their own, with one more token if frequencies follow the longest position; but
-            # models with images embed all tokens before their decoder
+            # Each slice embeds its own tokens, and one more if frequencies follow the longest position. Models with
+            # images embed all tokens at once, before their decoder
             sizes = [self.length if batch is None else batch.input_ids.size(1)]
             if batch is not None and 1 < len(batch.schedule.cuts) <= len(embedded) + 1:
                 sizes = np.diff(batch.schedule.cuts).tolist()
             pieces = embedded[-len(sizes) :]
             loss = (log_probs * self.weights.to(log_probs))[[*rows]].sum() * scale
-            # Within the context, as slices are computed again in the backward pass
+            # Within the context, since slices are computed again in the backward pass
             found = torch.autograd.grad(loss, [*pieces, *parameters], allow_unused=True)
         filled = [torch.zeros_like(x) if y is None else y for x, y in zip(pieces, found, strict=False)]
         at_tokens = torch.cat([x[:, :size] for x, size in zip(filled, sizes, strict=True)], 1)
@@ -163,9 +163,9 @@ class RowsInTraining:
 
     def compare(self, prefix_sharing: bool, size: int | None = None, is_compiled: bool = False) -> Verdict:
         """
-        What the model computes of these rows in a flat batch, on the route that is installed, beside rows alone. In
-        slices of at most `size` tokens, or by compiled code, it is compared with the whole flat batch in eager code
-        instead, answers as well as gradients.
+        Compare the flat batch of these rows, on the installed route, with the rows alone. In slices of at most `size`
+        tokens, or in compiled code, compare it with the whole flat batch in eager code instead, answers as well as
+        gradients.
         """
         inputs = probe.row_inputs(self.model, self.rows, prefix_sharing=prefix_sharing)
         batch: FlatBatch = inputs["flat_batch"]
@@ -207,17 +207,17 @@ class RowsInTraining:
 
         verdicts = [beside(Pass.of_rows), beside(Pass.of_weights, of_parameters=True)] if self.trains else []
         if not self.trains or not is_first:
-            # A pooled head gives one number a row: of so few, noise may be near zero by chance
+            # A pooled head gives one number per row: with so few, noise may be near zero by chance
             least = max(NOISE_FACTOR * self.unit * (NOISE_FACTOR if is_pooled(self.model) else 1), _LEAST_MISTAKE)
             if not is_first and vars(self.model).get("is_quantized"):
-                least = math.inf  # for the few tokens of slices, some have kernels that round more
+                least = math.inf  # for the few tokens of a slice, some use kernels that round more
             verdicts.append(beside(Pass.answers, least=least))
         return replace(worst_of(verdicts), notes=self.notes)
 
     def _beyond_positions(self, computed: int, is_random: bool) -> str:
-        """What is wrong with a flat row of more tokens than a row may have positions, in words; empty if nothing is."""
+        """What is wrong with a flat row that exceeds the model's position limits, in words; empty if nothing is."""
         for limit in self.position_limits:
-            if limit < computed:  # the flat row of the check has been longer
+            if limit < computed:  # the check's flat row was longer already
                 continue
             copies = limit // (len(self.rows) * self.length) + 1
             with torch.no_grad():
@@ -229,10 +229,10 @@ class RowsInTraining:
 
 
 def check_gradients(in_training: Callable[[], RowsInTraining], prefix_sharing: bool) -> Verdict:
-    """Compare the gradients of a flat batch, on the route that is installed, with those of the rows alone."""
+    """Compare the gradients of a flat batch, on the installed route, with those of the rows alone."""
     try:
         reference = in_training()
-    except Exception as error:  # nor will it train with padding
+    except Exception as error:  # it would not train with padding either
         first_line, *_ = str(error).split("\n")
         return Verdict(failure=f"a row alone raises {type(error).__name__}: {first_line}", unmendable=True)
     if reference.lost:
@@ -245,15 +245,15 @@ def check_gradients(in_training: Callable[[], RowsInTraining], prefix_sharing: b
     try:
         with reference.in_training():
             return reference.compare(prefix_sharing)
-    except Exception as error:  # whatever a model raises on flat input is a verdict, reported with its reason
+    except Exception as error:  # any error that a model raises on flat input becomes a verdict
         raise_if_others_wait(reference.model, error)
         return Verdict(failure=f"{type(error).__name__}: {error}")
 
 
 def _wrong_tokens(flat: torch.Tensor, alone: torch.Tensor, index: torch.Tensor, rows: list[int]) -> str:
     """
-    What is wrong with which tokens carry gradient of some `rows`, in words; empty if nothing is. `flat` is `(1, T, D)`,
-    `alone` `(R, L, D)`, and `index` `(R, L)` the flat tokens of each row.
+    Check which tokens get gradient from `rows`: what is wrong, in words; empty if nothing is. `flat` is `(1, T, D)`,
+    `alone` `(R, L, D)`, and `index` `(R, L)` holds the flat positions of each row's tokens.
     """
     if flat.size(1) <= index.max() or not flat.any():
         return "no gradient reaches its input embeddings"

@@ -1,4 +1,4 @@
-"""What a machine has: versions, devices, attention packages. PyTorch is imported only where devices are asked for."""
+"""What this machine has: versions, devices, attention packages. PyTorch is imported only to look for devices."""
 
 import os
 import platform
@@ -27,7 +27,7 @@ def package_versions() -> dict[str, str | None]:
 
 
 def accelerators() -> tuple[str, list[str]]:
-    """The kind of this machine's accelerators, and name, memory and capability of each, as far as PyTorch tells."""
+    """This machine's type of accelerator, and the name, memory and capability of each, as far as PyTorch knows."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -36,7 +36,7 @@ def accelerators() -> tuple[str, list[str]]:
     descriptions = []
     describe = vars(torch.get_device_module(accelerator)).get("get_device_properties", lambda index: None)
     for properties in map(describe, range(torch.accelerator.device_count())):
-        # Each kind of device has a class of its own for these, in C++, in which only the names are the same
+        # Each type of device has its own C++ class for these; only the attribute names are the same
         name, memory, major = (getattr(properties, name, None) for name in ("name", "total_memory", "major"))
         words = [name or accelerator.type]
         words += [f"{memory / 2**30:.0f} GiB"] if memory else []
@@ -56,7 +56,7 @@ def software() -> dict[str, object]:
 
 
 def hardware() -> dict[str, object]:
-    """Devices and attention backends, for bug reports: as PyTorch sees them, so it is imported if it may see any."""
+    """Devices and attention backends, for bug reports. Imports PyTorch, unless its build supports CPUs only."""
     packages = package_versions()
     is_for_cpus = (packages["torch"] or "").endswith("+cpu") and not entry_points(group="torch.backends")
     kind, gpus = ("", []) if is_for_cpus else accelerators()
@@ -65,7 +65,7 @@ def hardware() -> dict[str, object]:
         "gpus": gpus,
         "attention": {
             "flash": flash or "no flash attention package installed",
-            # `model/attention.py` decides by the same rule, but takes seconds to import
+            # The rule of `model/attention.py`, which takes seconds to import
             "varlen": "yes" if kind == "cuda" else "needs a CUDA GPU",
             "segment": "yes",
             "mask": "yes",

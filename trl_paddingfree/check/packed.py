@@ -1,4 +1,4 @@
-"""The start-up check for packed rows of others: does a forward pass that is not ours keep them apart?"""
+"""The start-up check for rows that others pack: does a forward pass that is not ours keep them apart?"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,18 +28,18 @@ from .probe import LIMITS, Call, RowsAlone, check_rows, undisturbed
 from .prove import CheckResult, compare_rows, draws_of
 from .training import as_in_training, without_dropout
 
-# Documents of the largest draw by default, and its tokens in all; lengths of a draw of an odd number
+# Documents and tokens of the largest draw by default; lengths of a draw with an odd number of documents
 _DOCUMENTS, _LENGTH, _FEW = 8, 2048, (5, 19, 11)
-# What would take longer than this is left out by default, and named
+# By default, what would take longer than this is left out and reported
 _SECONDS = 10.0
-# How often a model computes the tokens of the largest draw, and the tokens of all layers in training, where a backward
-# pass counts as two forward passes
+# For estimates of time: passes over the largest draw, and tokens computed in training mode with all layers, where a
+# backward pass counts as two forward passes
 _LONG_PASSES, _TRAINING_TOKENS = 8, 15 * 4 * 104
 
 
 @dataclass(frozen=True)
 class Packing(Route):
-    """In the place of a route of this package: `by` names the function that packs rows."""
+    """Stands in for a route of this package. `by` names the function that packs rows."""
 
     by: str = ""
 
@@ -50,13 +50,13 @@ class Packing(Route):
 @dataclass(frozen=True)
 class PackedResult(CheckResult):
     """
-    A [`CheckResult`] of packed rows, and up to where it holds.
+    A [`CheckResult`] for packed rows, and up to which sizes it holds.
 
     Args:
         documents, longest, length (`int`):
-            The most documents that were packed together, the tokens of the longest one, and those of all of them.
+            The most documents that were packed together, the tokens of the longest, and the tokens in all.
         left_out (`tuple[str, ...]`):
-            What was not compared, each with the reason.
+            What was not compared, and why.
     """
 
     documents: int = 0
@@ -83,28 +83,28 @@ def check_packed(
     documents: int | None = None,
 ) -> PackedResult:
     """
-    Compare packed rows with each row alone: whether rows see one another (a leak), whether their log-probabilities are
-    right (positions and context), and whether their gradients are, in the model's dtype, on its device.
+    Compare packed rows with each row alone, in the model's dtype and on its device: whether rows see one another (a
+    leak), and whether their log-probabilities (positions and context) and gradients are right.
 
-    Four short rows and four of up to 104 tokens are tried with gradients, and a larger draw in evaluation and in
-    training mode. A verdict says up to which sizes it holds, and what was left out.
+    It tries four short rows, then four longer ones (mostly of 104 tokens) with gradients, and a larger draw in
+    evaluation and in training mode. The verdict says up to which sizes it holds, and what was left out.
 
     Args:
         model (`torch.nn.Module`):
-            A causal language model of transformers, under whatever wrappers. It computes each row alone, too.
+            A transformers causal language model, with or without wrappers. It also computes each row alone.
         call (`Callable`, *optional*):
-            A function that computes rows as a framework does. It is given the rows, a list of `(n,)` int64 tensors on
-            the device of the model, and returns the logits of each, `(n, vocabulary)`, in their order. It may pack, pad
-            or reorder them, but has to compute with `model` and its input embeddings. By default, [`by_positions`].
+            A function that computes rows the way a framework does. It takes a list of rows, `(n,)` int64 tensors on the
+            model's device, and returns the logits of each, `(n, vocabulary)`, in the same order. It may pack, pad or
+            reorder rows, but must compute with `model` and its input embeddings. Defaults to [`by_positions`].
         length, documents (`int`, *optional*):
-            Tokens of the larger draw in all, and its documents, the longest of which has five eighths of the tokens. By
-            default, 2,048 tokens in 8 documents if these take seconds, and else none.
+            Total tokens and number of documents of the larger draw, whose longest document has five eighths of the
+            tokens. By default, 2,048 tokens in 8 documents if these take only seconds, otherwise none.
 
     Returns:
-        [`PackedResult`]: `passed` if packed rows are exact, and in words, `verdict`.
+        [`PackedResult`]: `passed` if packed rows are exact; `verdict` in one word.
 
     Raises:
-        `TypeError`, `ValueError`: `model` is no causal language model of transformers, `call` returns no logits, or
+        `TypeError`, `ValueError`: `model` is not a transformers causal language model, `call` returns no logits, or
             `length` is too short for its documents.
 
     >>> from trl_paddingfree import check_packed
@@ -122,7 +122,7 @@ def check_packed(
     packing = Packing("positions", implementation, prefix_sharing=False, by=by)
     packed = partial(by_positions, model) if call is None else call
     lengths = lengths_of(base, _DOCUMENTS if documents is None else documents, _LENGTH if length is None else length)
-    # A call may train, with dropout, or turn autocast on: rows alone compute so too, and nothing drops
+    # A call may train with dropout, or turn autocast on: dropout is off, and rows alone use the same autocast
     with without_dropout([*model.modules()]), as_it_computes(base, packed) as failure:
         if failure:
             return PackedResult(packing, failure=failure)
@@ -141,7 +141,7 @@ def check_packed(
 
 
 def by_positions(model: torch.nn.Module, rows: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The logits of rows that transformers computes as one, with `position_ids` that start at 0 for each."""
+    """The logits of rows that transformers computes as one, with `position_ids` that restart at 0 for each."""
     positions = torch.cat([torch.arange(len(row), device=row.device) for row in rows])[None]
     logits = model(input_ids=torch.cat(rows)[None], position_ids=positions, use_cache=False).logits
     return logits[0].split(list(map(len, rows)))
@@ -150,10 +150,10 @@ def by_positions(model: torch.nn.Module, rows: list[torch.Tensor]) -> Sequence[t
 def _compare(
     packing: Packing, model: PreTrainedModel, called: Call, draw: int, lengths: tuple[int, ...], every_layer: bool
 ) -> PackedResult:
-    """What packed rows of one draw are: short ones and, in training mode, longer ones; then documents of `lengths`."""
+    """Check packed rows of one draw: short ones and, in training mode, longer ones; then documents of `lengths`."""
     config = model.config.get_text_config()
     windows = [x for name in LIMITS if isinstance(x := architecture.config_value(config, name), int)]
-    # A window that documents exceed is tried as it is: the call may have one of its own, which nothing narrows
+    # Windows that documents exceed are tried as they are: the call may have its own, which cannot be narrowed
     narrows = max(windows, default=0) >= max(lengths, default=0)
     evaluating = partial(undisturbed, model)
     training = cache(partial(PackedInTraining, model, called, draw, every_layer=every_layer))
@@ -162,7 +162,7 @@ def _compare(
     tried, left_out = [*map(len, check_rows(config.vocab_size, draw))], list[str]()
     if result.gradients is not None and result.gradients.passed:
         draws: list[tuple[Sequence[int], Any]] = [(_FEW, evaluating), (lengths, evaluating)]
-        if not result.gradients.skipped:  # else it draws at random in training
+        if not result.gradients.skipped:  # else it is random in training, or not finite
             tried = [*map(len, training().rows)]
             draws.append((lengths, partial(as_in_training, model, every_layer=every_layer)))
         for each, context in draws:

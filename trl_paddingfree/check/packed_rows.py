@@ -1,4 +1,4 @@
-"""Rows alone and packed by others, in evaluation and in training mode: what `check_packed` compares."""
+"""Rows alone and rows packed by others, in evaluation and training mode: what `check_packed` compares."""
 
 import timeit
 from collections.abc import Callable, Iterator, Sequence
@@ -25,15 +25,15 @@ PackedCall = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 LONGEST = 0.625
 # The most logits that are held at once
 LOGITS = 2**29
-# Columns of padding beside a row alone, which shows what rounds: in other widths, kernels choose other tiles
+# Columns of padding added to a row alone to measure rounding: at other widths, kernels choose other tiles
 _PADDING = (1, 37)
-# Units of float32 by which log-probabilities of long rows may differ beside the noise: packed rows may go on counting
-# positions, and rotary angles round the more the larger they are
+# Units of float32 by which log-probabilities of long rows may differ beyond the noise: packed rows may go on counting
+# positions, and larger rotary angles round more
 _ANGLES = 16
 
 
 def lengths_of(model: PreTrainedModel, documents: int, length: int) -> tuple[int, ...]:
-    """Lengths of `documents`, at most `length` together: the first is short, and the longest stands in the middle."""
+    """Lengths of `documents`, at most `length` in all: the first is short, and the longest is in the middle."""
     if documents < 2 or length < 8 * documents:
         raise ValueError(
             f"`documents={documents}` with `length={length}`: leaks show between two documents or more, of 8 tokens or "
@@ -48,10 +48,11 @@ def lengths_of(model: PreTrainedModel, documents: int, length: int) -> tuple[int
 @contextmanager
 def as_it_computes(model: PreTrainedModel, call: PackedCall) -> Iterator[str]:
     """
-    Within this context, autocast is on as `call` turns it on. Gives why its answers cannot be compared, if they cannot.
+    Within this context, autocast is on if `call` turns it on. Yields why its answers cannot be compared; empty if they
+    can.
 
     Raises:
-        `TypeError`: It returns something else than tensors.
+        `TypeError`: `call` returns something other than tensors.
     """
     device, found = model.device.type, set[torch.dtype]()
 
@@ -65,7 +66,7 @@ def as_it_computes(model: PreTrainedModel, call: PackedCall) -> Iterator[str]:
             hooks.enter_context(module.register_forward_hook(note))
         try:
             answers = [call(rows), call(rows)]
-        except Exception:  # it is raised again where it becomes the verdict
+        except Exception:  # raised again later, where it becomes the verdict
             answers = []
     for each in answers:
         if not isinstance(each, list | tuple) or not all(map(torch.is_tensor, each)):
@@ -79,7 +80,7 @@ def as_it_computes(model: PreTrainedModel, call: PackedCall) -> Iterator[str]:
 
 
 def seconds_of_a_token(model: PreTrainedModel, called: Call) -> float:
-    """Seconds that a model takes for a token of a row, at best: others may use the machine, too."""
+    """Seconds per token of a row, the best of three runs: others may use the machine, too."""
     length = min([128, *architecture.position_limits(model)])
     inputs = row_inputs(model, [np.arange(length) % model.config.get_text_config().vocab_size])
     with undisturbed(model):
@@ -87,7 +88,7 @@ def seconds_of_a_token(model: PreTrainedModel, called: Call) -> float:
 
 
 def packed_or_alone(model: Any, call: PackedCall, flat_batch: FlatBatch | None = None, **inputs: Any) -> Any:
-    """What the check calls in place of `model`: with a flat batch, `call` computes the rows, and else the model."""
+    """Stands in for `model` in the check: with a flat batch, `call` computes the rows, otherwise the model does."""
     ids, labels = inputs["input_ids"], inputs["labels"]
     if flat_batch is None:
         arguments = {name: inputs[name] for name in ("input_ids", "attention_mask", "use_cache")}
@@ -121,7 +122,7 @@ class LongRows(RowsAlone):
         self.tolerance += _ANGLES * torch.finfo(torch.float32).eps * root_mean_square(torch.cat(self.alone))
 
     def answers(self, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> list[torch.Tensor]:
-        """Without `prefix_sharing`, each row is computed alone, with `width` columns of padding."""
+        """With `prefix_sharing=None`, each row is computed alone, with `width` columns of padding."""
         if prefix_sharing is None:
             found = [super(LongRows, self).answers([row], len(row) + width)[0] for row in rows]
         else:
@@ -138,7 +139,7 @@ class LongRows(RowsAlone):
 
 
 class PackedInTraining(RowsInTraining):
-    """[`RowsInTraining`] of rows that may be packed in any order: the model's input is searched for their tokens."""
+    """[`RowsInTraining`] for rows packed in any order: the model's input is searched for their tokens."""
 
     @contextmanager
     def watched(self, inputs: Inputs) -> Iterator[list[torch.Tensor]]:
@@ -150,7 +151,7 @@ class PackedInTraining(RowsInTraining):
         rows = batch.to_rows()
         ends = np.cumsum([0, *map(len, rows)]).tolist()
         embeddings: Any = self.model.get_input_embeddings()
-        # Zeros that are added to the embeddings: gradients at them are those at the embeddings
+        # Zeros that are added to the embeddings, and so have the same gradients
         added = torch.zeros(1, ends[-1], embeddings.weight.size(-1), device=inputs["input_ids"].device)
         added = added.to(embeddings.weight.dtype).requires_grad_()
 

@@ -1,4 +1,4 @@
-"""Random rows to try a model on, its answers to each of them alone, and which differences from these are rounding."""
+"""Random rows to try a model on, its answers to each row alone, and the tolerances for differences from these."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,15 +19,15 @@ from .comparison import HALF_DIGITS_FACTOR, NOISE_FACTOR, root_mean_square
 
 # The most that a row may move when other rows change, relative to the effect of its own context
 LEAK_FRACTION = 0.1
-# The share of a long row that is a prefix it shares with another
+# Length of the prefix that two long rows share, relative to a row
 SHARED = 0.75
-# How many tokens replace one of a row in turn, to measure the effect of context: a single one may have the same
+# How many tokens replace the first of a row in turn, to measure the effect of context: a single one may have the same
 # embedding, if both were added to the vocabulary and are not trained yet
 _STAND_INS = 8
-# One unit of the 10 bits that products of float32 keep, where TF32 is on
+# Rounding unit of float32 products with TF32 on, which keep 10 bits
 _TF32 = 2.0**-10
-# Attributes of layers and configurations that limit how far a token sees, and their value during the check: to exceed
-# the limits of real models, rows would have to be thousands of tokens long
+# Attributes of layers and configurations that limit how far a token sees, and their value during the check: exceeding
+# the limits of real models would take rows of thousands of tokens
 LIMITS = ("sliding_window", "attention_chunk_size", "floor_scale", "keep_window_size", "index_topk")
 _NARROW = 8
 
@@ -38,9 +38,9 @@ Rows = Sequence[Any]  # arrays of token ids, or names of examples with images
 
 @contextmanager
 def undisturbed(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients. Afterwards modes and the random state are as before."""
+    """Evaluation mode without gradients. Modes and the random state are restored afterwards."""
     with modes_restored(model.modules()), random_state_restored(model), torch.no_grad():
-        # Layers that carry state may have another kernel for training, which is to be tried, and have no dropout
+        # Layers that carry state may have another kernel for training, which must be tried; they have no dropout
         for module in model.modules():
             module.training = upstream.spoilt_by_evaluation(module) or is_state_layer(module)
         yield
@@ -50,8 +50,8 @@ def set_where(
     modules: Iterable[torch.nn.Module], is_meant: Callable[[object, str, object], bool], value: float
 ) -> AbstractContextManager[None]:
     """
-    Within this context, attributes of modules and of their configurations have another `value`: those for which
-    `is_meant(holder, name, value)` is true.
+    Within this context, attributes of modules and of their configurations are set to `value`: those for which
+    `is_meant(holder, name, x)` is true, where `x` is what they hold.
     """
     modules = [*modules]
     models = [module for module in modules if isinstance(module, PreTrainedModel)]
@@ -90,7 +90,7 @@ def check_rows(vocab_size: int, draw: int) -> list[np.ndarray]:
 
     prompt = tokens(9)
     rows = [np.concatenate([prompt, tokens(7)]), tokens(2), np.concatenate([prompt, tokens(4)]), tokens(13)]
-    # Answers differ from their first token on, and prompts too, also after [`RowsAlone.changed`] replaces tokens
+    # Completions differ from their first token on, and so do prompts, even after [`RowsAlone.changed`] replaces tokens
     rows[2][9] = (rows[0][9] + 2) % vocab_size
     rows[1][0], rows[3][0] = (rows[0][0] + 2) % vocab_size, (rows[0][0] + 4) % vocab_size
     return rows
@@ -98,8 +98,8 @@ def check_rows(vocab_size: int, draw: int) -> list[np.ndarray]:
 
 def long_rows(model: PreTrainedModel, length: int, draw: int) -> list[np.ndarray]:
     """
-    Four rows of `length` tokens; the first and the second share a prefix, the third and the fourth another. None is
-    padding, whose embedding is zero in many models: norms multiply its gradient, and the rounding of that.
+    Four rows of `length` tokens; the first and second share a prefix, the third and fourth another. No token is the
+    padding token, whose embedding is zero in many models: norms amplify its gradient, and the rounding in it.
     """
     vocab_size, shared = model.config.get_text_config().vocab_size, int(length * SHARED)
     rng = np.random.default_rng(draw)
@@ -113,7 +113,7 @@ def long_rows(model: PreTrainedModel, length: int, draw: int) -> list[np.ndarray
 
 
 def row_inputs(model: PreTrainedModel, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> Inputs:
-    """Arguments of a model for rows, padded to at least `width`, and with a flat batch unless `prefix_sharing=None`."""
+    """A model's arguments for rows, padded to at least `width`, with a flat batch unless `prefix_sharing=None`."""
     pooled, pad_token_id = is_pooled(model), 0
     if pooled and (pad_token_id := model.config.get_text_config().pad_token_id) is None:
         raise ValueError(f"{type(model).__name__} finds the end of a row by `config.pad_token_id`, which is not set.")
@@ -134,7 +134,7 @@ def row_inputs(model: PreTrainedModel, rows: Rows, width: int = 0, prefix_sharin
 
 
 def largest_difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """The largest root mean square by which the answers to a row differ from those expected, in nats."""
+    """The largest root mean square difference between the answers to a row and those expected, in nats."""
     return max(root_mean_square(a - b) for a, b in zip(found, expected, strict=True))
 
 
@@ -147,11 +147,11 @@ class RowsAlone:
         model (`PreTrainedModel`):
             The model, with TRL's fused LM head or a pooled head.
         call (`Callable`, *optional*):
-            What to call in place of `model`: the same under a wrapper that gathers its weights.
+            Called in place of `model`: the same model under a wrapper that gathers its weights.
         draw (`int`, *optional*, defaults to 0):
             Seed of the rows.
         trying (`Callable`, *optional*):
-            Gives the context in which the model is tried, by default in evaluation mode with narrow windows.
+            Returns the context in which the model is tried, by default evaluation mode with narrow windows.
     """
 
     def __init__(self, model: PreTrainedModel, call: Call | None = None, draw: int = 0, trying: Trying | None = None):
@@ -162,12 +162,12 @@ class RowsAlone:
         with self.trying():
             self.alone = [self.answers([row])[0] for row in self.rows]
             longest = max(map(len, self.rows))
-            # In another width, kernels choose other tiles, and round differently
+            # At another width, kernels choose other tiles and round differently
             padded = [self.answers(self.rows, width=width) for width in (longest, longest + 5)]
             self.measure(padded, *self.moved(self.rows[3]))
 
     def moved(self, row: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """The answers to a row with other tokens in the place of its first, and as many times those to the row."""
+        """The answers to a row with its first token replaced in turn, and those to the row itself, as many times."""
         steps = np.arange(1, 1 + _STAND_INS) * self.vocab_size // (_STAND_INS + 1)
         others = [np.concatenate([[token], row[1:]]) for token in (row[0] + steps) % self.vocab_size]
         return torch.cat(self.answers(others)), self.answers([row])[0].repeat(_STAND_INS)
@@ -176,35 +176,35 @@ class RowsAlone:
         self, padded: list[list[torch.Tensor]], moved: torch.Tensor, still: torch.Tensor, units: float = 1.0
     ) -> None:
         """
-        Set the tolerances by `padded` answers to all rows, but to at least so many `units` of rounding, and by `moved`
-        ones, in other context than `still`.
+        Set the tolerances from the noise of `padded` answers to all rows, but to at least `units` of rounding, and from
+        the effect of context: how much `moved` answers differ from `still` ones.
         """
         if carries_state(self.model):  # recurrences in other chunks round differently
             with in_small_chunks(self.model):
                 padded = [*padded, self.answers(self.rows)]
         noises = [self.difference(answers, self.alone) for answers in padded]
-        # Padding of float64 rows may give NaN (Gemma 2's softmax of masked scores in float32), which explains nothing
+        # Padded float64 rows may give NaN (Gemma 2's softmax of masked scores in float32), which tells nothing of noise
         self.noise = max(filter(math.isfinite, noises), default=0.0)
         self.effect = root_mean_square(moved - still)
-        # The measured noise may be zero by chance, or because padded rows took the same kernels: at least one unit of
-        # rounding, relative to the log-probabilities, is tolerated
+        # The measured noise may be zero by chance, or because padded rows used the same kernels: tolerate at least one
+        # unit of rounding, relative to the log-probabilities
         scale = root_mean_square(torch.cat(self.alone))
         unit = rounding_unit(self.model)
-        # A pooled head gives one number per row: of so few, the measured noise may be near zero by chance
+        # A pooled head gives one number per row: with so few, the measured noise may be near zero by chance
         least = unit * scale * (NOISE_FACTOR if is_pooled(self.model) else units)
         explained = min(NOISE_FACTOR * self.noise + least, HALF_DIGITS_FACTOR * unit**0.5 * self.effect)
-        # If context has next to no effect, half the digits of it are less than a unit of rounding, which is tolerated
+        # If context has almost no effect, half its digits are less than a unit of rounding, which is tolerated
         self.tolerance = max(explained, min(least, LEAK_FRACTION * self.effect))
-        # When other rows change, shapes stay the same, and with them the rounding: a leak has no such minimum
+        # Leaks get no such minimum: when other rows change, shapes stay the same, and so does rounding
         self.leak_tolerance = min(explained, LEAK_FRACTION * self.effect)
 
     @staticmethod
     def difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-        """The root mean square by which answers differ from those expected, in nats."""
+        """The root mean square difference between answers and those expected, in nats."""
         return root_mean_square(torch.cat(found) - torch.cat(expected))
 
     def answers(self, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> list[torch.Tensor]:
-        """Log-probabilities of all tokens of each row but the first, or a pooled head's answers to all its prefixes."""
+        """Log-probabilities of each row's tokens but the first, or a pooled head's answers to all its prefixes."""
         if is_pooled(self.model):
             prefixes = [row[:end] for row in rows for end in range(1, len(row) + 1)]
             logits = self.call(**row_inputs(self.model, prefixes, width, prefix_sharing)).logits.double().cpu()
@@ -216,7 +216,7 @@ class RowsAlone:
         return (tokens + 1) % self.vocab_size
 
     def changed(self) -> list[tuple[Rows, list[int]]]:
-        """Variants of the rows with other tokens in some of them, and the places of those that stay as they are."""
+        """Variants of the rows with other tokens in some of them, and the indices of those that stay as they are."""
         a, b, c, d = self.rows
         return [
             ([a, self._replaced(b), np.concatenate([c[:9], self._replaced(c[9:])]), d], [0, 3]),
@@ -226,7 +226,7 @@ class RowsAlone:
 
 def compute_dtype(model: PreTrainedModel) -> torch.dtype:
     """The dtype in which the model computes."""
-    # FSDP1 may have offloaded the weights, and computes on the accelerator
+    # FSDP1 may have offloaded the weights, but computes on the accelerator
     accelerator = torch.accelerator.current_accelerator()
     for device in (model.device, accelerator):
         if device is not None and torch.is_autocast_enabled(device.type):
@@ -238,8 +238,8 @@ def compute_dtype(model: PreTrainedModel) -> torch.dtype:
 
 def rounding_unit(model: PreTrainedModel) -> float:
     """
-    The largest relative error of one rounding, as the model computes: in its dtype, with TF32 in its products, and in
-    that of adapters. At least that of float32, in which transformers computes norms and positions of any model.
+    The largest relative error of one rounding in the model's arithmetic: in its dtype, in products with TF32, and in
+    the dtype of adapters. At least that of float32, in which transformers computes norms and positions of any model.
     """
     trained = {p.dtype for p in model.parameters() if p.requires_grad}
     unit = max(torch.finfo(dtype).eps for dtype in {torch.float32, compute_dtype(model), *trained})

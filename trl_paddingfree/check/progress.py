@@ -6,7 +6,7 @@ from threading import Timer
 
 
 class Progress:
-    """Announces the steps of a check, but only if it takes longer than some seconds."""
+    """Announces the steps of a check, but only if it takes more than a few seconds."""
 
     def __init__(self, say: Callable[[str], None]):
         self.say, self.doing, self.is_long = say, "", False
@@ -18,7 +18,7 @@ class Progress:
 
     @contextmanager
     def after(self, seconds: float) -> Iterator[None]:
-        """Within this context, a check runs. After so many seconds, its current step and all further ones are said."""
+        """Within this context, a check runs. After `seconds`, its current step and all later ones are announced."""
 
         def begin() -> None:
             self.is_long = True

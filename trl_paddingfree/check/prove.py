@@ -1,15 +1,15 @@
-"""Before a model trains on flat batches, prove that it computes one as it computes the rows one by one.
+"""Before a model trains on flat batches, prove that it computes them exactly like their rows one by one.
 
 A few short random rows go through the model flat and one by one. Four figures decide, in nats of log-probability, as
 root mean squares over scored tokens:
 
 - `error`: flat against one by one.
-- `noise`: padded, as TRL computes them, against one by one: what the model's own arithmetic explains of `error`.
-- `leak`: how much a row moves when *other* rows of the flat batch change. Shapes stay the same, so a model without a
-  leak does not move at all, up to rounding where rows meet in the experts of a mixture.
+- `noise`: padded, as TRL computes them, against one by one: how much `error` the model's own arithmetic explains.
+- `leak`: how much a row moves when *other* rows of the flat batch change. Shapes stay the same, so without a leak it
+  does not move at all, except for rounding where rows meet in the experts of an MoE model.
 - `effect`: how much a row moves when one token of its *own* context changes: the size that a mistake would have.
 
-A route that passes then computes gradients, as training will: see [`~trl_paddingfree.check.gradients`].
+A route that passes then computes gradients as in training: see [`~trl_paddingfree.check.gradients`].
 """
 
 import inspect
@@ -31,21 +31,21 @@ from .gradients import RowsInTraining, check_gradients
 from .probe import Call, RowsAlone, rounding_unit
 from .training import raise_if_others_wait
 
-# In low precision rounding may send a token to another expert, flat but not padded, which is no small error and no
-# mistake. It does not happen again with other tokens; a mistake does
+# In low precision, rounding may send a token to another expert, flat but not padded: a large error, but no mistake. It
+# does not recur with other tokens; a mistake does
 DRAWS_IN_LOW_PRECISION = 3
 
 
 @dataclass(frozen=True)
 class CheckResult:
     """
-    What the check found on one model and one route.
+    What the check found for one model and one route.
 
     Args:
         route (`Route`):
             How the model computed the flat batch.
         error, noise (`float`):
-            Root mean square difference of log-probabilities, flat and padded, against one by one, in nats.
+            Root mean square difference of log-probabilities, flat and padded, from those one by one, in nats.
         leak, effect (`float`):
             Movement of a row when other rows change, and when its own context changes, in nats.
         tolerance, leak_tolerance (`float`, the latter defaults to `0.0`):
@@ -80,7 +80,7 @@ class CheckResult:
 
     @property
     def smallest_mistake(self) -> float:
-        """The smallest mistake that would show, relative to what one token of context does. Leaks show at any size."""
+        """The smallest mistake that would show, relative to the effect of one token of context. Leaks always show."""
         gradients = self.gradients
         in_gradients = gradients.tolerance if gradients and gradients.passed and not gradients.skipped else math.inf
         return min(self.tolerance / self.effect if self.effect else math.inf, in_gradients)
@@ -98,7 +98,7 @@ class CheckResult:
 
     @property
     def not_compared(self) -> tuple[str, ...]:
-        """What would have to be compared to call the model exact, and was not, each with the reason."""
+        """What was not compared, and why. Until it is, the model cannot be called exact."""
         return () if self.gradients is None else self.gradients.not_compared
 
     @property
@@ -131,9 +131,9 @@ def check_flat(
     agree: Callable[[bool], bool] = bool,
 ) -> CheckResult:
     """
-    Compare what `model` computes of a flat batch, by `route`, with what it computes of the rows one by one.
+    Compare what `model` computes for a flat batch, by `route`, with what it computes for the rows one by one.
 
-    Leaves `route` installed, and the model otherwise as it was.
+    Leaves `route` installed and the model otherwise as it was.
 
     Args:
         model (`PreTrainedModel`), route (`Route`):
@@ -141,9 +141,9 @@ def check_flat(
         reference (`RowsAlone`, *optional*):
             The model's answers to the rows one by one. Computed by default.
         in_training (`Callable`, *optional*):
-            Gives the reference for gradients, which are compared if all else has passed. By default, none are.
+            Returns the reference for gradients, which are compared if all else passes. By default, none are.
         agree (`Callable[[bool], bool]`, *optional*):
-            Whether a verdict is true on all processes. Each process has to call it as often as the others.
+            Tells whether a verdict is true on all processes. Every process must call it equally often.
     """
     reference = reference or RowsAlone(model)
     FlatModel.install(model, route)
@@ -156,7 +156,7 @@ def compare_rows(
     in_training: Callable[[], RowsInTraining] | None = None,
     agree: Callable[[bool], bool] = bool,
 ) -> CheckResult:
-    """[`check_flat`] of the rows of `reference`, by whatever computes its model's flat batches now."""
+    """[`check_flat`] on the rows of `reference`, with whatever computes its model's flat batches now."""
     with reference.trying():
         try:
             flat = reference.answers(reference.rows, prefix_sharing=route.prefix_sharing)
@@ -164,10 +164,10 @@ def compare_rows(
             for rows, staying in reference.changed():
                 changed = reference.answers(rows, prefix_sharing=route.prefix_sharing)
                 movements += [root_mean_square(changed[row] - flat[row]) for row in staying]
-        except Exception as error:  # whatever a model raises on flat input is a verdict, reported with its reason
+        except Exception as error:  # any error that a model raises on flat input becomes a verdict
             raise_if_others_wait(reference.model, error)
             if in_training is not None:
-                agree(False)  # processes on which the model has answered call this below
+                agree(False)  # processes whose model has answered call this below
             return CheckResult(route, failure=f"{type(error).__name__}: {error}")
     figures = (reference.noise, max(movements), reference.effect, reference.tolerance, reference.leak_tolerance)
     result = CheckResult(route, reference.difference(flat, reference.alone), *figures)
@@ -188,7 +188,7 @@ def why_refused(model: PreTrainedModel, failed: list[CheckResult]) -> list[str]:
     is_stateful = upstream.is_stateful(model) or "linear_attention" in (config.get("layer_types") or ())
     is_unknown = is_stateful and not carries_state(model)
     takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
-    # RoBERTa and its kind leave room for the position of the padding token
+    # RoBERTa and similar models reserve a position for the padding token
     tables = [module for name, module in model.named_modules() if name.endswith("position_embeddings")]
     offset = max((x.padding_idx + 1 for x in tables if isinstance(x, torch.nn.Embedding) and x.padding_idx), default=0)
     obstacles = {
@@ -229,7 +229,7 @@ class UnprovenModelError(ValueError):
 
 
 def draws_of(model: PreTrainedModel) -> int:
-    """How many draws of rows to try before a model is found inexact."""
+    """How many draws of rows to try before a model counts as inexact."""
     return 1 if rounding_unit(model) <= torch.finfo(torch.float32).eps else DRAWS_IN_LOW_PRECISION
 
 
@@ -245,25 +245,25 @@ def prove(
     tell: Callable[[str], None] = lambda doing: None,
 ) -> tuple[CheckResult, list[CheckResult]]:
     """
-    Find the first exact route, and install it: the result that passed, and those that failed before it.
+    Find and install the first exact route. Returns the result that passed, and those that failed before it.
 
     Tries `route` with and without sharing and, with `fallback`, backends that ask less of the model. In low precision,
-    rows that do not see one another get up to three draws: rounding may send one token to another expert.
+    a route without leaks gets up to three draws: rounding may send one token to another expert.
 
     Args:
         call (`Callable`, *optional*):
-            What to call in place of `model`: the same under a wrapper that gathers its weights.
+            Called in place of `model`: the same model under a wrapper that gathers its weights.
         agree (`Callable[[bool], bool]`, *optional*):
             As for [`check_flat`].
         trains (`bool`, *optional*, defaults to `True`):
-            Whether the model gets gradients. Of one that does not, answers on long rows are compared instead.
+            Whether the model gets gradients. If not, answers on long rows are compared instead.
         no_gradients (`str`, *optional*, defaults to `""`):
-            Why gradients cannot be compared. Then nothing is differentiated, and the result has this reason.
+            Why gradients cannot be compared. If given, nothing is differentiated, and the result has this reason.
         tell (`Callable[[str], None]`, *optional*):
-            Called with each step, in words, before it is taken.
+            Called with each step, in words, before it starts.
 
     Raises:
-        [`UnprovenModelError`]: If no route is exact.
+        [`UnprovenModelError`]: If no route is exact, or the model cannot be trained as it is loaded.
     """
     started = time.perf_counter()
     draws = draws_of(model)
@@ -271,7 +271,7 @@ def prove(
     in_training = cache(partial(RowsInTraining, model, call, trains=trains))
     failed: list[CheckResult] = []
     routes = routes_to_try(model, route, fallback=fallback)
-    if FlatModel.group_of(model) is not None:  # other ways to compute layers with a state cannot be cut into slices
+    if FlatModel.group_of(model) is not None:  # other ways to compute layers that carry state cannot be sliced
         routes = [candidate for candidate in routes if candidate.states == route.states]
     for candidate in routes:
         for draw in range(draws):

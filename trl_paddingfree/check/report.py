@@ -1,4 +1,4 @@
-"""The start-up check by hand: every backend that this machine offers, and how exact each is on a model."""
+"""The start-up check, run by hand: every backend that this machine offers, and how exact it is on a model."""
 
 import gc
 import math
@@ -21,7 +21,7 @@ from .prove import CheckResult, UnprovenModelError, check_flat, prove
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What the start-up check says of a model, on this machine."""
+    """What the start-up check says about a model on this machine."""
 
     model: str  # name of its class
     device: str
@@ -71,7 +71,7 @@ def load_model(name: str, dtype: str, attn_implementation: str | None) -> PreTra
 
 
 def try_backends(model: PreTrainedModel, tell: Callable[[str], None]) -> dict[str, tuple[list[CheckResult], str]]:
-    """By backend, the fastest first: what the check found with shared prefixes and without, or why it cannot run."""
+    """By backend, fastest first: what the check found with and without shared prefixes, or why it cannot run."""
     reference, in_training = RowsAlone(model), cache(partial(RowsInTraining, model))
     by_backend: dict[str, tuple[list[CheckResult], str]] = {}
     for backend in BACKENDS:
@@ -90,9 +90,9 @@ def try_backends(model: PreTrainedModel, tell: Callable[[str], None]) -> dict[st
 
 def check_model(name: str, dtype: str, attn_implementation: str | None, tell: Callable[[str], None]) -> ModelReport:
     """
-    Run the start-up check on a causal language model or a reward model with every backend that this machine offers,
-    and, unless an `attn_implementation` is named, every flash attention package that is installed. `tell` is called
-    with each step, in words.
+    Run the start-up check on a causal language model or a reward model with every backend that this machine offers
+    and, unless an `attn_implementation` is given, every installed flash attention package. `tell` is called with each
+    step, in words.
     """
     model = load_model(name, dtype, attn_implementation)
     loaded_with = upstream.attn_implementation(model)
@@ -111,9 +111,9 @@ def check_model(name: str, dtype: str, attn_implementation: str | None, tell: Ca
         chosen=chosen,
         refusal=refusal,
     )
-    del model  # with it in memory, there may be no room to load it again
+    del model  # otherwise, there may be no room to load it again
     for flash in flash_implementations() if attn_implementation is None and report.device != "cpu" else ():
-        gc.collect()  # a model and its flat model hold each other
+        gc.collect()  # a model and its flat model reference each other
         tried = try_backends(load_model(name, dtype, flash), tell)
         report.backends.update((backend, found) for backend, found in tried.items() if not report.backends[backend][0])
     return report

@@ -1,4 +1,4 @@
-"""The start-up check of slices, and of compiled code: a flat batch, against the same batch computed whole and eager."""
+"""The start-up check of slices and of compiled code: a flat batch against the same one computed whole and eager."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,7 +12,7 @@ from .comparison import Verdict
 from .gradients import RowsInTraining
 from .prove import UnprovenModelError, draws_of
 
-# Tokens of a slice: with these, cuts lie within prefixes, and within what follows them
+# Tokens of a slice: with these, some cuts lie within prefixes, and some within what follows them
 _SIZE = 45
 
 
@@ -25,15 +25,15 @@ def check_slices(
     is_compiled: bool = False,
 ) -> Verdict:
     """
-    Compute a flat batch whole and in slices, with windows that are shorter than its rows. Leaves the model as it was.
-    If it `is_compiled`, compute the whole by compiled code instead, beside eager code.
+    Compute a flat batch whole and in slices, with windows shorter than its rows, and compare the two. With
+    `is_compiled`, compare eager and compiled code on the whole batch instead. Leaves the model as it was.
 
-    `call` is what to call in place of `model`, the same under a wrapper. `skipped` says why no gradients are compared:
-    then nothing is differentiated. Each `draw` has other rows.
+    `call` is called in place of `model`: the same model under a wrapper. `skipped` says why no gradients are compared;
+    if given, nothing is differentiated. Each `draw` has other rows.
     """
     flat = FlatModel.of(model)
     assert flat is not None
-    # Windows of other sizes would be compiled by themselves
+    # Narrowed windows would be compiled separately
     with nullcontext() if is_compiled else probe.narrowed(model):
         reference = RowsInTraining(model, call, draw, trains=not skipped, scores_all=True)
         with reference.in_training():
@@ -52,10 +52,10 @@ def prove_slices(
     agree: Callable[[bool], bool] = bool,
 ) -> Verdict:
     """
-    What [`check_slices`] finds, in the first of a few draws that passes on all processes, as `agree` says.
+    What [`check_slices`] finds in the first of a few draws that passes on all processes, as `agree` tells.
 
     Raises:
-        [`UnprovenModelError`]: None does.
+        [`UnprovenModelError`]: If no draw passes.
     """
     for draw in range(draws_of(model)):
         found = check_slices(model, call, skipped=skipped, draw=draw, is_compiled=is_compiled)

@@ -1,4 +1,4 @@
-"""Contexts in which a model is tried, in training or in evaluation mode. Afterwards it is bit for bit as it was."""
+"""Contexts in which a model is tried, in training or evaluation mode. They leave it bit for bit as it was."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,19 +22,19 @@ from .probe import Call, set_where, undisturbed
 
 Output: TypeAlias = torch.Tensor | tuple  # of a layer
 
-# Standard deviation of weights that are moved off zero: as after some steps of training
+# Standard deviation of weights that are moved off zero: as after a few training steps
 _MOVED = 0.02
 # The most entries of a gradient that is compared whole. A larger one is multiplied by a random vector
 _WHOLE = 2**18
 # The most entries of gradients that are held at once
 _ENTRIES = 2**30
-# The most parameters of a model of which all layers are tried: of larger ones, that takes long
+# The most parameters of a model whose layers are all tried: with larger ones, that takes too long
 _MOST = {"cpu": 2**25, "accelerator": 2**30}
-# Counts passes that failed here, and how long to wait for other processes to fail alike
+# Counter of passes that failed here, and how long to wait for other processes to fail, too
 _FAILURES, _SECONDS = count(), 20.0
-# Attributes that say where a layer is in its stack or what it is doing now
+# Attributes that do not tell kinds of layers apart: place in the stack, mode, and containers of modules and tensors
 _PASSING = {"layer_idx", *(name for name in vars(torch.nn.Module()) if "hooks" not in name)}
-# How deep the others are looked into, and how many objects of one layer
+# How deep other attributes are inspected, and how many objects per layer
 _DEPTH, _OBJECTS = 6, 10_000
 
 
@@ -43,9 +43,9 @@ def as_in_training(
     model: PreTrainedModel, call: Call | None = None, every_layer: bool | None = None
 ) -> Iterator[tuple[str, ...]]:
     """
-    Training mode with gradients, but without dropout and compiled code. Adapters that start at zero are moved, and of
-    layers of one kind in a large model only the first and the last compute, unless `every_layer`: the context gives in
-    words what it leaves out. Afterwards all is as before.
+    Training mode with gradients, but without dropout or compiled code. Adapters that start at zero are moved. Unless
+    `every_layer` (the default for small models), only the first and the last layer of each kind run, and the context
+    yields, in words, what it leaves out. Everything is restored afterwards.
     """
     every_layer = is_small(model) if every_layer is None else every_layer
     roots = (model, call) if isinstance(call, torch.nn.Module) else (model,)
@@ -68,7 +68,7 @@ def as_in_training(
 
 @contextmanager
 def as_it_answers(model: PreTrainedModel) -> Iterator[tuple[str, ...]]:
-    """Evaluation mode without gradients and compiled code, which leaves nothing out. Afterwards all is as before."""
+    """Evaluation mode without gradients or compiled code. Leaves nothing out; everything is restored afterwards."""
     with undisturbed(model), buffers_restored(model.modules()), torch.compiler.set_stance("force_eager"):
         yield ()
 
@@ -80,7 +80,7 @@ def is_small(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def _resharded(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """FSDP2 may leave weights gathered after a pass. Within this context, parameters are each process's own parts."""
+    """FSDP2 may leave weights gathered after a pass. Within this context, parameters are each process's own shards."""
     with ExitStack() as after:
         for module in modules:
             if isinstance(module, FSDPModule):
@@ -91,11 +91,11 @@ def _resharded(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 def _kind(layer: torch.nn.Module) -> str:
     """
-    Equal for layers that compute alike, but for the values of their weights: of the same forward functions, hooks,
-    settings and other attributes, shapes and dtypes. What cannot be looked into is alike only if it is the same object.
+    A key that is equal for layers that differ in the values of their weights only: with the same forward functions,
+    hooks, settings and other attributes, shapes and dtypes. Objects that cannot be inspected equal only themselves.
     """
     parts = {id(part): name for name, part in layer.named_modules()}
-    seen: dict[int, tuple[int, object]] = {}  # with the objects, whose numbers others would get otherwise
+    seen: dict[int, tuple[int, object]] = {}  # keeps the objects alive, so that no id is reused
 
     def described(x: object, depth: int = _DEPTH) -> object:
         def within(*values: object) -> tuple[object, ...]:
@@ -135,8 +135,8 @@ def _kind(layer: torch.nn.Module) -> str:
 @contextmanager
 def _one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[tuple[str, ...]]:
     """
-    Within this context, only the first and the last layer of each kind compute, so that a deep model takes no longer
-    than a shallow one. It gives the names of the others. If weights are sharded, all compute, as engines expect.
+    Within this context, only the first and the last layer of each kind run, so that a deep model takes no longer than a
+    shallow one. Yields which others were left out, in words. If weights are sharded, all run, as engines expect.
     """
     skipped: list[tuple[torch.nn.Module, str, Callable]] = []
     outputs: dict[str, Output] = {}
@@ -163,19 +163,19 @@ def _one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[tuple[str, ...]]
 
 def is_sharded(model: PreTrainedModel) -> bool:
     """Whether processes gather weights from each other in each pass."""
-    # Parameters of FSDP may be DTensors, and those of DeepSpeed have this attribute
+    # FSDP's parameters may be DTensors, and DeepSpeed's have the attribute `ds_id`
     engines = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
     return engines or any(local_part(p) is not p or "ds_id" in vars(p) for p in model.parameters())
 
 
 def _passed_on(outputs: dict[str, Output], kind: str, *args: torch.Tensor, **kwargs: torch.Tensor) -> Output:
-    """Stands in for a layer's forward: returns its input, as what the first layer of its kind returned."""
+    """Stands in for a layer's forward: returns its input, in the form that the first layer of its kind returned."""
     hidden, output = args[0] if args else kwargs["hidden_states"], outputs[kind]
     return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
 
 def without_dropout(modules: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
-    """Dropout is off, of modules and of functions whose rate a module or a configuration holds, and so is noise."""
+    """Turns off NEFTune's noise and dropout, of modules and of functions whose rate a module or configuration holds."""
 
     def is_rate(holder: object, name: str, value: object) -> bool:
         drops = "drop" in name or (name == "p" and "Dropout" in type(holder).__name__)
@@ -187,8 +187,8 @@ def without_dropout(modules: Sequence[torch.nn.Module]) -> AbstractContextManage
 @contextmanager
 def moved_off_zero(modules: Sequence[torch.nn.Module], frozen: bool = False) -> Iterator[None]:
     """
-    Within this context, weights that are all zeros get small random values: adapters and projectors of images that
-    start at zero hide mistakes beneath them. `frozen` moves weights that are not trained, too.
+    Within this context, weights that are all zeros get small random values: adapters and image projectors that start at
+    zero hide mistakes beneath them. With `frozen`, this includes weights that are not trained.
     """
     generator = torch.Generator().manual_seed(0)
     with ExitStack() as after:
@@ -199,12 +199,12 @@ def moved_off_zero(modules: Sequence[torch.nn.Module], frozen: bool = False) -> 
             if is_taken and weight.numel() and not weight.any():
                 after.callback(weight.copy_, weight.clone())
                 weight.copy_(torch.randn(weight.shape, generator=generator) * _MOVED)
-        torch.clear_autocast_cache()  # which may hold copies of the weights before
+        torch.clear_autocast_cache()  # which may hold copies of the original weights
         yield
 
 
 def compared_parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
-    """Trainable parameters whose gradients are compared: the smallest, as many as fit, and none that is sharded."""
+    """Trainable parameters whose gradients are compared: those not sharded, smallest first, as many as fit."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and local_part(p) is p]
     trained.sort(key=lambda entry: entry[1].numel())
     totals = accumulate(p.numel() for _, p in trained)
@@ -212,7 +212,7 @@ def compared_parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]
 
 
 def sketch(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient in float64, or a large one times a random vector."""
+    """A gradient in float64; a large one is multiplied by a random vector."""
     if gradient.numel() > _WHOLE:
         vector = torch.randn(gradient.size(-1), generator=torch.Generator().manual_seed(0))
         gradient = gradient.flatten(0, -2).float() @ vector.to(gradient.device)
@@ -221,7 +221,7 @@ def sketch(gradient: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def watched_embeddings(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """Within this context, the list gets each output of the model's input embeddings, to take its gradient."""
+    """Within this context, the list collects the outputs of the model's input embeddings, to take their gradients."""
     outputs: list[torch.Tensor] = []
 
     def watch(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
@@ -235,21 +235,21 @@ def watched_embeddings(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
 @contextmanager
 def frozen_layers_tried(model: PreTrainedModel) -> Iterator[list[str]]:
     """
-    Within this context, each frozen layer is differentiated by itself when it is first called with an input that needs
-    a gradient. The list gets the names of layers that pass none on: kernels for inference lose it without an error.
+    Within this context, each frozen layer is differentiated separately when it is first called with an input that needs
+    a gradient. The list collects the names of layers that pass none on: inference kernels lose it without an error.
     """
     lost: list[str] = []
     tried: set[str] = set()
 
     def differentiate(name: str, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         states = args[0] if args else None
-        # PEFT's adapters of parameters compute the weight once for all calls: it must not be made in this one
+        # PEFT's parameter adapters compute a weight once and cache it for all calls: it must not be made in this one
         if name in tried or is_parametrized(module) or not torch.is_grad_enabled():
             return
         if not (torch.is_tensor(states) and states.requires_grad):
             return
         tried.add(name)
-        # Hooks of a checkpoint around the layer would count these tensors as its own: these hooks hide them
+        # The hooks of a checkpoint around the layer would count these tensors as its own: identity hooks hide them
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
             states = states.detach().requires_grad_()
             output = module.forward(states.clone(), *args[1:], **kwargs)
@@ -262,7 +262,7 @@ def frozen_layers_tried(model: PreTrainedModel) -> Iterator[list[str]]:
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
-            # Quantized weights may be buffers, of integers. Buffers in floating point may be tables, without gradient
+            # Quantized weights may be integer buffers. Floating-point buffers may be tables, which have no gradient
             quantized = [x for x in module.buffers(recurse=False) if not x.is_floating_point()]
             weights = [*module.parameters(recurse=False), *quantized]
             if not any(x.requires_grad for x in weights) and any(x.ndim > 1 and not _is_zero(x) for x in weights):
@@ -272,13 +272,13 @@ def frozen_layers_tried(model: PreTrainedModel) -> Iterator[list[str]]:
 
 
 def _is_zero(weight: torch.Tensor) -> bool:
-    """Whether a weight is all zeros, as in blocks that were added to a model, so that no gradient comes through it."""
+    """Whether a weight is all zeros, as in blocks newly added to a model, so that no gradient flows through it."""
     is_plain = type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.is_floating_point()
     return is_plain and weight.dtype.itemsize > 1 and not weight.any()
 
 
 class OthersWaitError(ValueError):
-    """An error while other processes wait within a pass for this one: it has to end the run."""
+    """An error while other processes wait for this one within a pass: it must end the run."""
 
 
 def raise_if_others_wait(model: PreTrainedModel, error: Exception) -> None:
@@ -292,13 +292,13 @@ def raise_if_others_wait(model: PreTrainedModel, error: Exception) -> None:
 
 
 def raise_if_weights_are_awaited(model: PreTrainedModel, error: Exception) -> None:
-    """Raise the `error` of a pass if other processes may wait for weights of this one, and have not failed, too."""
+    """Raise the `error` of a pass if other processes may be waiting for this one's weights, and have not failed too."""
     if is_sharded(model) and dist.is_initialized() and not _have_all_failed():
         raise OthersWaitError(f"{type(error).__name__}, on this process only: {error}") from error
 
 
 def _have_all_failed() -> bool:
-    """Whether all processes come here within seconds. It asks no collective, which those that wait could not answer."""
+    """Whether all processes get here within seconds. Uses no collective, which those that wait could not join."""
     store, key = upstream.process_store(), f"trl_paddingfree/failed/{next(_FAILURES)}"
     store.add(key, 1)
     end = time.monotonic() + _SECONDS

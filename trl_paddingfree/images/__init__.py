@@ -1,1 +1,1 @@
-"""All that concerns images: of examples, of rows, of models, and their part of the start-up check."""
+"""Everything about images: in examples, in rows, in models, and in the start-up check."""

@@ -1,4 +1,4 @@
-"""The start-up check of images, on the user's own first examples: a flat batch of them, against each example alone.
+"""The start-up check of images, on the user's own first examples: a flat batch of them against each example alone.
 
 The figures are those of [`~trl_paddingfree.check.prove`]. Here, `leak` is how much rows move when the images of *other*
 rows are inverted, and `effect` how much they move when their *own* are.
@@ -39,7 +39,7 @@ class ImagesAlone(RowsAlone):
         with self.trying():
             self.alone = [self.answers([name])[0] for name in self.rows]
             first, inverted, *_ = self.alone
-            # Rows with images come in one width only: of one run, the noise may be small by chance
+            # Rows with images come in one width only: in one run, the noise may be small by chance
             self.measure([self.answers(self.rows)], moved=inverted, still=first, units=NOISE_FACTOR)
 
     def answers(self, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> list[torch.Tensor]:
@@ -57,7 +57,7 @@ class ImagesAlone(RowsAlone):
 def check_images(model: PreTrainedModel, route: Route, reference: ImagesAlone) -> CheckResult:
     """[`~trl_paddingfree.check.prove.check_flat`] of a vision-language model, on examples with images."""
     result = check_flat(model, route, reference)
-    if reference.effect == 0 and not result.failure:  # then flat answers prove nothing of images
+    if reference.effect == 0 and not result.failure:  # then flat answers prove nothing about images
         return CheckResult(route, failure="images make no difference to the model: they never arrive")
     return result
 
@@ -70,7 +70,7 @@ def prove_images(
     call: Call | None = None,
     agree: Callable[[bool], bool] = bool,
 ) -> CheckResult:
-    """Prove images on a `route` that is exact on text, or else on the same without shared prefixes."""
+    """Prove images on a `route` that is exact on text or, failing that, on the same route without shared prefixes."""
     reference = ImagesAlone(model, examples, call)
     failed = []
     for candidate in dict.fromkeys((route, route.without_sharing())):

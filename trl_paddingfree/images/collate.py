@@ -1,4 +1,4 @@
-"""Collators of images and text: TRL's rows and the flat batch of them, with each image processed once."""
+"""Collators of images and text: TRL's rows and their flat batch, with each image processed once."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,15 +22,15 @@ from .rows import RowImages, VisionRules
 # What processors and TRL's collators return with one entry per row. Everything else belongs to images
 _MASKED = ("input_ids", "attention_mask", "completion_mask", *TYPE_ROWS)
 _ROWS = (*_MASKED, "labels", "label", *(f"KL_{name}" for name in _MASKED))
-# The name of the examples in what `torch_call` returns, for `collated_rows`
+# The key under which `torch_call` returns the examples, for `collated_rows`
 _EXAMPLES = "examples"
-# Beside these, pixels have one entry for each image or patch, or, with a mask, for each example
+# With one of these, pixels have one entry per image or patch or, with a mask, per example
 _TELLING = ("image_grid_thw", "image_position_ids", "image_sizes", "pixel_attention_mask")
 _OTHER_MEDIA = ("pixel_values_videos", "input_features", "audio_values", "input_values")
 
 
 class ImagesOnce:
-    """A processor in TRL's collator of pairs, which gives it each prompt twice: it doubles rows, and not images."""
+    """A processor for TRL's collator of pairs, which gives it each prompt twice: duplicates rows, but not images."""
 
     def __init__(self, processor: ProcessorMixin):
         self.processor = processor
@@ -63,13 +63,13 @@ class FlatVisionCollator(FlatCollator):
 
     def padded(self, examples: list[Example]) -> Inputs:
         """TRL's batch."""
-        # TRL's collators change examples
+        # TRL's collators modify examples
         return super(FlatCollator, self).torch_call(list(map(dict, examples)))  # type: ignore[misc]
 
     def torch_call(self, examples: list[Example]) -> Inputs:
         if not self.padding_free:
             return self.padded(examples)
-        # A subclass may have changed which examples there are, and in which order
+        # A subclass may have dropped, added or reordered examples
         return {**self.rows(examples), _EXAMPLES: examples}
 
     def collated_rows(self, rows: Inputs, features: list[Example]) -> "CollatedImageRows":
@@ -92,7 +92,7 @@ class FlatVisionCollator(FlatCollator):
 
 @dataclass
 class VisionPreferenceCollator(FlatVisionCollator, DataCollatorForVisionPreference):
-    """Collator of preference pairs with images: TRL's. With `padding_free`, each image is there once."""
+    """TRL's collator of preference pairs with images. With `padding_free`, each image appears once."""
 
     def rows(self, examples: list[Example]) -> Inputs:
         return dict(replace(self, processor=ImagesOnce(self.processor)).padded(examples))  # type: ignore[arg-type]
@@ -100,28 +100,28 @@ class VisionPreferenceCollator(FlatVisionCollator, DataCollatorForVisionPreferen
 
 @dataclass
 class VisionLanguageModelingCollator(FlatVisionCollator, DataCollatorForVisionLanguageModeling):
-    """Collator of instructions with images: TRL's."""
+    """TRL's collator of instructions with images."""
 
     prefix_sharing: bool = False
 
 
 @dataclass
 class VisionUnpairedCollator(FlatMismatchedCollator, FlatVisionCollator, DataCollatorForVisionUnpairedPreference):
-    """Collator of completions with images that are desirable or not: TRL's."""
+    """TRL's collator of desirable and undesirable completions with images."""
 
 
 @dataclass(frozen=True)
 class CollatedImageRows(CollatedRows):
-    """The rows of a batch with images, and what belongs to the images. Equal images are there once."""
+    """The rows of a batch with images, and what belongs to the images. Equal images appear once."""
 
     collator: FlatVisionCollator
-    examples: Sequence[Example] = ()  # processed again if images of some cannot be cut out of those of all
-    sources: Sequence[int] = ()  # the source of each example: those with equal images have one, numbered in order
-    # How many entries each source has of what belongs to images, by name; `None` if nothing tells
+    examples: Sequence[Example] = ()  # processed again if the images of some cannot be cut out of the batch
+    sources: Sequence[int] = ()  # the source of each example, numbered in order; equal images share one
+    # How many entries each source has in each argument that belongs to images; `None` if unknown
     cuts: Mapping[str, Sequence[int]] | None = None
 
     def with_images(self, rows: Inputs, examples: Sequence[Example], sources: Sequence[int]) -> "CollatedImageRows":
-        """These `rows` of some `examples`, which have the images of these sources of this."""
+        """A batch of other `rows` and `examples`, with the images of the given `sources` of this one."""
         assert self.cuts is not None
         numbers, owners = numbered(sources)
         images = of_images(self.rows) if any(map(images_of, examples)) else {}
@@ -150,7 +150,7 @@ class CollatedImageRows(CollatedRows):
             sources = [*self.sources] * (len(rows["input_ids"]) // self.num_items)
             images = RowImages(rules, sources, rows.get("image_grid_thw"), num_pixels=sum(map(torch.numel, pixels)))
         batch = self.collator.flatten(rows, reach, images)
-        # A plain dict with the rows first: the data loader asks the first value for its length, and moves the others
+        # A plain dict with the rows first: the data loader takes the first value's length, and moves the others
         return {"input_ids": rows["input_ids"], **rows, "flat_batch": batch}
 
 
@@ -161,7 +161,7 @@ def of_images(rows: Inputs) -> Inputs:
 
 def example_cuts(images: Inputs, num_images: Sequence[int], tokens: Sequence[int]) -> dict[str, list[int]] | None:
     """
-    How many entries each example has of what belongs to `images`, by name. Each has so many images and placeholders
+    How many entries each example has in each of `images`, by name, from its numbers of images and placeholders
     (`tokens`). `None` if the lengths do not tell, so that the images have to be processed again.
     """
     num_rows, total, pixels = len(num_images), sum(num_images), images.get("pixel_values")
@@ -171,9 +171,9 @@ def example_cuts(images: Inputs, num_images: Sequence[int], tokens: Sequence[int
         return None
     is_known = images.keys() <= {*IMAGE_ARGUMENTS} and (pixels.ndim == 4 or not images.keys().isdisjoint(_TELLING))
     if total == num_rows and {*num_images} != {1} and not is_known:
-        return None  # one entry for each image, or one for each example
+        return None  # may be one entry per image, or one per example
     given = {**images, "num_images": [*num_images]}
-    if pixels.ndim == 4 and len(pixels) != total:  # tiles, each of equally many placeholders
+    if pixels.ndim == 4 and len(pixels) != total:  # tiles, all with the same number of placeholders
         size = max(sum(tokens) // len(pixels), 1)
         if any(count % size for count in tokens):
             return None

@@ -1,4 +1,4 @@
-"""Which entries of the arguments with images belong to which row, and which rows have equal images."""
+"""Which entries of image arguments belong to which row, and which rows have equal images."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -9,7 +9,7 @@ from trl.trainer.utils import split_pixel_values_by_grid
 
 from ..flat.batch import Inputs
 
-# Arguments of TRL's passes that hold images, and those that say how many images, or tiles of them, each row has
+# Arguments of TRL's passes that hold images, and those that say how many images, or tiles of images, each row has
 IMAGE_ARGUMENTS = (
     *("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes"),
     *("image_position_ids", "spatial_shapes"),
@@ -18,14 +18,14 @@ COUNTS = ("num_images", "num_tiles")
 
 
 def split_by_row(batch: Inputs) -> Inputs:
-    """TRL's split of a batch: arguments with several entries per row become lists, with those of each row together."""
-    # With such a mask, each row has one entry, also if there are as many rows as images, and TRL would split by images
+    """Split a batch as TRL does: arguments with several entries per row become lists with one tensor per row."""
+    # With such a mask, each row has one entry. If there are as many rows as images, TRL would split by images
     is_stacked = batch.get("pixel_attention_mask") is not None and batch.get("spatial_shapes") is None
     return batch if is_stacked else split_pixel_values_by_grid(batch)
 
 
 def row_cuts(arguments: Inputs) -> dict[str, list[int]]:
-    """How many entries each row has of the arguments with images, as TRL splits them by their `num_images`."""
+    """How many entries each row has in each image argument, as TRL splits them by `num_images`."""
     num_rows, cuts = len(arguments["num_images"]), {}
     for name, value in split_by_row(arguments).items():
         if name in COUNTS:
@@ -41,7 +41,7 @@ def row_cuts(arguments: Inputs) -> dict[str, list[int]]:
 
 def entries_of(rows: Sequence[int], cut: Sequence[int]) -> np.ndarray:
     """
-    The places of the entries of some rows, one row after another, where `cut` says how many entries each row has.
+    The indices of the entries of some rows, one row after another, where `cut` says how many entries each row has.
 
     >>> entries_of([2, 0], [2, 1, 3]).tolist()
     [3, 4, 5, 0, 1]
@@ -52,7 +52,7 @@ def entries_of(rows: Sequence[int], cut: Sequence[int]) -> np.ndarray:
 
 def numbered(keys: Sequence[int]) -> tuple[list[int], list[int]]:
     """
-    The number of each of some keys, of which equal ones have one, and the different keys in this order.
+    Number keys in order of first appearance: the number of each key, and the distinct keys.
 
     >>> numbered([7, 3, 7, 5])
     ([0, 1, 0, 2], [7, 3, 5])
@@ -63,14 +63,14 @@ def numbered(keys: Sequence[int]) -> tuple[list[int], list[int]]:
 
 def equal_images(arguments: Mapping[str, torch.Tensor], cuts: Mapping[str, Sequence[int]]) -> list[int]:
     """
-    For each row, the first row with equal images, which may be itself. Waits for the device, once more for each row
-    whose images look like those of another.
+    For each row, the first row with equal images, which may be itself. Synchronizes with the device, once more for each
+    row whose images look like those of another.
 
     Args:
         arguments (`Mapping[str, torch.Tensor]`):
             Arguments of the model with the images of all rows, row by row along dimension 0.
         cuts (`Mapping[str, Sequence[int]]`):
-            Of each of these arguments, how many of its entries each row has.
+            How many entries each row has in each of these arguments.
 
     >>> pixels = torch.tensor([[1.0, 2.0], [2.0, 1.0], [1.0, 2.0]])
     >>> equal_images({"pixel_values": pixels}, {"pixel_values": [1, 1, 1]})
@@ -78,6 +78,6 @@ def equal_images(arguments: Mapping[str, torch.Tensor], cuts: Mapping[str, Seque
     """
     rows = [*zip(*(arguments[name].split(list(cut)) for name, cut in cuts.items()), strict=True)]
     sums = [torch.stack([x.contiguous().view(torch.uint8).sum() for x in row]) for row in rows]
-    first_with: dict[tuple[int, ...], int] = {}  # of rows with the same sums of bytes
+    first_with: dict[tuple[int, ...], int] = {}  # by the sums of bytes of a row's images
     firsts = [first_with.setdefault(tuple(key), row) for row, key in enumerate(torch.stack(sums).tolist())]
     return [first if all(map(torch.equal, rows[row], rows[first])) else row for row, first in enumerate(firsts)]

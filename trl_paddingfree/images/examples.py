@@ -1,4 +1,4 @@
-"""The images of examples: where they are found, and which examples to try a model on."""
+"""The images of examples: where to find them, and which examples to try a model on."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -25,13 +25,13 @@ MADE_UP = "made-up"
 
 
 def has_images(dataset: AnyDataset) -> bool:
-    """Whether TRL takes a data set for one with images. Anything but a data set is left for TRL to refuse."""
+    """Whether TRL treats a data set as one with images. Anything but a data set is left for TRL to reject."""
     is_dataset = isinstance(dataset, Dataset | IterableDataset)
     return is_dataset and not {"image", "images"}.isdisjoint(column_names(dataset))
 
 
 def first_with_images(dataset: Dataset) -> int:
-    """The number of the first example that has an image in its column, 0 if none has."""
+    """The index of the first example with an image in its column; 0 if none has one."""
     name = "image" if "image" in dataset.column_names else "images"
     tables = tables_of(dataset, name, rows=100)
     values = (value.as_py() for table in tables for value in table[name])
@@ -39,14 +39,14 @@ def first_with_images(dataset: Dataset) -> int:
 
 
 def first_examples(dataset: AnyDataset, columns: Collection[str] | None = None) -> Iterator[Example]:
-    """Examples from one before the first that has an image in its column, with some of their columns, or all."""
+    """Examples, from the one before the first with an image in its column, with only the given `columns`, or all."""
     if has_images(dataset) and has_known_lengths(dataset):
         dataset = dataset.select(range(max(first_with_images(dataset) - 1, 0), len(dataset)))
     return ({k: v for k, v in row.items() if columns is None or k in columns} for row in dataset)
 
 
 def prompt_in_messages(example: Example) -> Example:
-    """A prompt with images as a conversation that holds them, as TRL makes it."""
+    """The conversation that TRL makes from a prompt and its images."""
     prompt = example["prompt"]
     is_text = isinstance(prompt, str)  # TRL adds images to conversations only
     messages = [{"role": "user", "content": prompt}] if is_text else prompt
@@ -54,7 +54,7 @@ def prompt_in_messages(example: Example) -> Example:
 
 
 def made_up_examples() -> Iterator[Example]:
-    """Conversations with and without made-up images, where the data shows none that may come."""
+    """Conversations with and without made-up images, for images that may come but are not in the data."""
     from PIL import Image
 
     round_one, wide_one = Image.radial_gradient("L"), Image.linear_gradient("L").resize((448, 224))
@@ -69,14 +69,14 @@ def _in_columns(example: Example) -> list[Any]:
 
 def with_each(example: Example, change: Callable[[Any], Any]) -> Example:
     """
-    An example with a `change` made to each image in its column and its messages: an image of Pillow, an array, or what
-    to load it from.
+    An example with `change` applied to each image in its column and its messages: a Pillow image, an array, or what to
+    load it from.
     """
 
     def in_part(part: Any) -> Any:
         if not isinstance(part, dict) or part.get("type") not in ("image", "image_url"):
             return part
-        given = part.get("image_url", part)  # OpenAI's, or what processors read
+        given = part.get("image_url", part)  # OpenAI's format, or that of processors
         named = {"image": given} if isinstance(given, str) else given
         found = [named[name] for name in ("image", "url", "path", "base64") if named.get(name) is not None]
         return {"type": "image", "image": change(found[0])} if found else part
@@ -102,14 +102,14 @@ def inverted(image: Any) -> Any:
     from PIL import ImageChops
 
     if isinstance(image, np.ndarray | torch.Tensor):
-        return image.max() - image + image.min()  # in this order, within the range of the dtype
+        return image.max() - image + image.min()  # this order stays within the range of the dtype
     return ImageChops.invert(load_image(image) if isinstance(image, str) else image.convert("RGB"))
 
 
 class ImageProbe:
     """
     The user's own first examples to try a model on, in batches of the trainer's collator: two with different images,
-    the same with images inverted, and one without images, as far as the data has them.
+    the same two with their images inverted, and one without images, as far as the data has them.
     """
 
     def __init__(self, collator: "FlatVisionCollator", examples: Iterable[Example], kind: str = "the data's"):
@@ -130,19 +130,19 @@ class ImageProbe:
             self.examples.setdefault(name, example)
             if self.examples.keys() >= {"text", "second"}:
                 break
-        if "of equal size" in self.examples:  # of other sizes, if there are any
+        if "of equal size" in self.examples:  # if none of another size was found
             self.examples.setdefault("second", self.examples["of equal size"])
         for name in {"first", "second"} & self.examples.keys():
             self.examples[f"{name}, inverted"] = with_each(self.examples[name], inverted)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The examples to try together, by their names; empty if no example with images was found."""
+        """The names of the examples to try together; empty if no example with images was found."""
         wanted = ("first", "first, inverted", "second", "text")
         return tuple(name for name in wanted if name in self.examples) if "first" in self.examples else ()
 
     def variants(self) -> list[tuple[Sequence[Any], list[int]]]:
-        """The same examples with other images in some of them, and the places of those whose images stay."""
+        """Variants of the examples with other images in some, and the indices of those whose images stay."""
         one, other = self.names[:2]
         found: list[tuple[Sequence[Any], list[int]]] = []
         for changed in ({one: other, other: one}, {"second": "second, inverted"}):
@@ -153,7 +153,7 @@ class ImageProbe:
         return found
 
     def to_count(self, prefix_sharing: bool) -> list[Inputs]:
-        """Flat batches by which memory is counted: with the images of one example, and of two if these differ."""
+        """Flat batches from which memory is counted: of each example with different images alone, and of both."""
         seen = [name for name in ("first", "second") if name in self.examples]
         return [self.flat(names, prefix_sharing) for names in dict.fromkeys([*((name,) for name in seen), (*seen,)])]
 

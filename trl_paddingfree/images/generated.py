@@ -1,4 +1,4 @@
-"""Images in GRPO, RLOO and distillation: TRL gives those of all rows to a pass, which calls the model in chunks."""
+"""Images in GRPO, RLOO and distillation: TRL gives a pass the images of all rows, and it calls the model in chunks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ class GeneratedImages:
 
     num_images: list[int]  # of each row
     cuts: dict[str, list[int]]  # how many entries each row has in each argument
-    firsts: list[int]  # of each row, the first with equal images
+    firsts: list[int]  # for each row, the first with equal images
     pixels_per_entry: int
     grids: torch.Tensor | None = None  # of all images, (images, 3) int64, on the CPU, if they have any
-    num_taken: int = 0  # rows that calls have taken
+    num_taken: int = 0  # rows that calls have taken so far
 
     @classmethod
     def of(cls, arguments: Inputs) -> "GeneratedImages | None":
-        """Those among the arguments of a pass; `None` if there are none, or nothing says which row has how many."""
+        """The images in the arguments of a pass; `None` if there are none, or nothing says how many each row has."""
         given = {name: x for name in (*IMAGE_ARGUMENTS, *COUNTS) if (x := arguments.get(name)) is not None}
         if not {"num_images", "pixel_values"} <= given.keys():
             return None
@@ -35,7 +35,7 @@ class GeneratedImages:
         return cls(given["num_images"], cuts, equal_images(given, cuts), size, None if grids is None else grids.cpu())
 
     def next(self, num_rows: int, rules: VisionRules) -> RowImages:
-        """The images of the next rows, for the flat batch of a call that gets the entries of these rows."""
+        """The images of the next rows, for the flat batch of the call that gets their entries."""
         rows = range(self.num_taken, self.num_taken + num_rows)
         self.num_taken += num_rows
         firsts = self.firsts[rows.start : rows.stop]
@@ -49,9 +49,9 @@ class GeneratedImages:
 
 def by_prompt(batches: list[Inputs]) -> list[Inputs]:
     """
-    The rows of micro-batches of one width in another order, so that rows with the same prompt and equal images come
-    together, in micro-batches of the same size. As TRL keeps them, these hold tensors and lists of one entry per row,
-    values that all rows have in common, and images, which may have several entries per row.
+    Reorder the rows of micro-batches of one width so that those with the same prompt and equal images come together.
+    Micro-batches keep their size and hold, as in TRL, tensors and lists of one entry per row, values that all rows have
+    in common, and images, which may have several entries per row.
 
     >>> batches = [{"prompt_ids": torch.tensor([[1], [2]])}, {"prompt_ids": torch.tensor([[2], [1]])}]
     >>> [batch["prompt_ids"].tolist() for batch in by_prompt(batches)]

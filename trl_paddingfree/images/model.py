@@ -1,7 +1,7 @@
-"""Vision-language models: by which rules they read images in a row, and which of them cannot read those of a flat row.
+"""Vision-language models: the rules by which they read images in a row, and why some cannot read them in a flat row.
 
-A model puts the features of its images in the place of placeholder tokens itself. For a flat row, it gets them in the
-order of its placeholders, with positions that its own function counts in each row.
+A model itself replaces placeholder tokens by image features. For a flat row, it gets the features in the order of the
+placeholders, and positions that its own function counts in each row.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ _REFUSED = {
 
 def vision_rules(model: PreTrainedModel) -> VisionRules:
     """The [`VisionRules`] of a model."""
-    config = model.config  # not the processor: Gemma 3's calls another token its `image_token_id`
-    # In other models, a token sees those of its image within the window only
+    config = model.config  # not the processor's: in Gemma 3's, `image_token_id` is another token
+    # In other models, a token sees its image within the window only
     longest = config.get_text_config().sliding_window if config.model_type == "gemma4_unified" else None
     patches = 0
     if hasattr(model.base_model, "get_rope_index"):  # Qwen's backbones have it, without a common class
@@ -39,7 +39,7 @@ def sees_both_ways(model: PreTrainedModel) -> bool:
 
 
 def why_no_images(model: PreTrainedModel) -> str:
-    """Why `model` cannot train on images without padding; empty if nothing is known to stand against it."""
+    """Why `model` cannot train on images without padding; empty if no reason is known."""
     config, backbone = model.config, model.base_model
     if reason := _REFUSED.get(config.model_type):
         return reason
@@ -57,7 +57,7 @@ def why_no_images(model: PreTrainedModel) -> str:
 
 def rules_of_all(models: Sequence[PreTrainedModel]) -> VisionRules:
     """The rules of models that compute the same rows. Refuses those that cannot train on images, or that disagree."""
-    names: dict[VisionRules, str] = {}  # of the first model with each
+    names: dict[VisionRules, str] = {}  # the first model with each
     for model in models:
         if reason := why_no_images(model):
             raise ValueError(

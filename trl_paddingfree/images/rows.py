@@ -1,10 +1,10 @@
-"""The images of a flat batch: which feature stands at which placeholder, which images are equal, and image blocks.
+"""The images of a flat batch: which feature goes to which placeholder, which images are equal, and image blocks.
 
 A model merges the images of a flat row itself: at each placeholder token, it writes the next feature of its vision
 tower. Shape legend: see `segments`; in addition
     S = sources, each the images of one row, or of several rows with equal ones, in the order of the tower
-    F = features of the images, in the order in which the tower gives them, source by source
-    I = placeholders on the flat axis; several of them may want one feature, where rows have the same source
+    F = features of the images, in the order of the tower, source by source
+    I = placeholders on the flat axis; several of them may need the same feature, if rows share a source
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ Features = torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...]
 
 def mismatch(found: str) -> ValueError:
     """The error for rows whose placeholders and images differ in number."""
-    # Begins with transformers' words: where an error has them, TRL's trainers add that `max_length` may cut an image
+    # Begins with transformers' words: to errors that have them, TRL's trainers add that `max_length` may cut an image
     return ValueError(
         f"Image features and image tokens do not match, {found}. Padded TRL fails on these rows, too. Either "
         "`max_length` cuts an image or, in trainers that generate, a completion has image tokens "
@@ -42,8 +42,8 @@ class VisionRules:
 
     token_id: int  # the placeholder
     has_blocks: bool = False  # whether the tokens of an image see one another in both directions
-    longest_block: int | None = None  # the most tokens of an image, if it sees all of them whatever a layer's window
-    patches: int = 0  # of an image's grid for each placeholder, if grids count the positions of these; else 0
+    longest_block: int | None = None  # the most tokens of an image, if they see each other whatever a layer's window
+    patches: int = 0  # grid patches per placeholder, if positions are counted by grids; else 0
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,14 @@ class RowImages:
     rules: VisionRules
     sources: Sequence[int]  # the source of each row, numbered from 0 in the order of the rows
     grids: torch.Tensor | None = None  # (images, 3) int64, on the CPU: of all sources, if images have any
-    # Of arguments of the model that may have entries of other images, too: which entries are those of the sources
+    # For arguments of the model that may have entries of other images, too: which entries belong to the sources
     kept: tuple[tuple[str, torch.Tensor], ...] = ()
-    num_pixels: int = 0  # how many numbers the vision tower gets for the sources
+    num_pixels: int = 0  # how many pixel values the vision tower gets for the sources
 
     def firsts(self, rows: Sequence[np.ndarray]) -> np.ndarray:
         """
-        `(S+1,)` int64: where the features of each source begin, of which each placeholder gets one. Refuses rows of one
-        source with different placeholders.
+        `(S+1,)` int64: where the features of each source begin, one per placeholder. Refuses rows of one source with
+        different numbers of placeholders.
         """
         counts = [int((row == self.rules.token_id).sum()) for row in rows]
         of_source = dict(zip(self.sources, counts, strict=True))
@@ -112,11 +112,11 @@ class RowImages:
                     f"An image has {most} tokens, and in layers with `sliding_window={longest}` all of them see one "
                     "another: give the processor a smaller `max_soft_tokens`, or set `padding_free=False`."
                 )
-            flat[path[inside]] = path[begins][numbers]  # the place of its first token: the same in rows that share it
+            flat[path[inside]] = path[begins][numbers]  # the place of its first token, the same in rows that share it
         return flat
 
     def flat(self, rows: Sequence[np.ndarray], paths: Sequence[np.ndarray], tokens: np.ndarray) -> "FlatImages":
-        """Those of a flat batch of `tokens` by their identities; `paths` are the places of each row among these."""
+        """The images of a flat batch, from the identities of its `tokens`; `paths` has each row's places among them."""
         index, firsts = -1 - tokens[tokens < 0], self.firsts(rows)
         return FlatImages(
             num_features=int(firsts[-1]),
@@ -132,7 +132,7 @@ class RowImages:
 class FlatImages(HasTensors):
     """The images of a flat batch."""
 
-    num_features: int  # `F`, by the placeholders of the sources: the vision tower must give as many
+    num_features: int  # `F`, counted by placeholders of the sources: the vision tower must give as many
     feature_index: torch.Tensor | None  # (I,) int64: the feature at each placeholder; `None` if it is 0, 1, 2, ...
     grids: Mapping[str, torch.Tensor]  # see [`RowImages.counted`]; they stay on the CPU, where positions are counted
     places: np.ndarray  # flat positions of the rows' tokens, one row after another, int64
@@ -140,7 +140,7 @@ class FlatImages(HasTensors):
     num_pixels: int = 0
 
     def arguments(self, of_all: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of the model with the images of the sources only, and without images if there are none."""
+        """The model's arguments with only the images of the sources, and without images if there are none."""
         arguments = dict(of_all)
         for name, entries in self.kept:
             if name in of_all and len(entries) < len(of_all[name]):
@@ -150,7 +150,7 @@ class FlatImages(HasTensors):
         return arguments
 
     def features_in_order(self, model: Any) -> AbstractContextManager[None]:
-        """Within this context, a model's features of images come in the order of the flat row's placeholders."""
+        """Within this context, a model's image features come in the order of the flat row's placeholders."""
         backbone = model.base_model
         features_of = backbone.get_image_features
 

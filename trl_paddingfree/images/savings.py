@@ -1,4 +1,4 @@
-"""What padding wastes on data with images, and what sharing saves: counted in tokens, of rows from the processor."""
+"""What padding wastes and sharing saves on data with images, counted in tokens of the processor's rows."""
 
 from itertools import chain
 from typing import Any
@@ -20,7 +20,7 @@ from .examples import prompt_in_messages
 def image_counts(
     token_id: int, dataset: Dataset, processor: Any, task: Task, max_length: int | None, options: dict[str, Any]
 ) -> Counted:
-    """Count examples with images, which the model's `processor` prepares, with `token_id` as the placeholder."""
+    """Count examples with images, prepared by the model's `processor`, with `token_id` as the placeholder."""
     only_completion = {"completion_only_loss": "completion" in dataset.column_names} if task.name == "sft" else {}
     vision_collator: Any = task.vision_collator
     collator = vision_collator(processor, padding_free=True, **only_completion)
@@ -34,7 +34,7 @@ def image_counts(
             batch = processor.apply_chat_template([prompt_in_messages(example)["messages"]], **as_prompts)
             batch["labels"] = batch["input_ids"]
         ids, labels, masks = batch["input_ids"], collator.row_labels(batch), batch["attention_mask"].bool()
-        # Placeholders of equal images, and of no others, are the same tokens: rows share what is equal
+        # Placeholders of equal images, and of no others, become the same tokens, so that rows share them
         number = numbers.setdefault(Hasher.hash(of_images(batch)), 1 + len(numbers))
         marks = ids == token_id
         ids = torch.where(marks, -(2**32) * number - marks.cumsum(1), ids)
@@ -45,7 +45,7 @@ def image_counts(
         )
 
     def count(index: np.ndarray) -> BatchCounts:
-        # Of each example the first row, then of each the second
+        # The first row of each example, then the second of each
         rows, labels = ([*chain(*zip(*x, strict=True))] for x in zip(*(prepared[i] for i in index), strict=True))
         return (FlatBatch.from_rows(rows, labels) if groups is None else groups.flatten(rows)).counts
 
