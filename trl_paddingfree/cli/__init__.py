@@ -6,5 +6,5 @@ from .main import main
 
 __all__ = ["main"]
 
-# When it is imported on a CPU, bitsandbytes warns of an optional kernel: in this process, and in those it launches
+# Imported on a CPU, bitsandbytes warns if it cannot load an optional kernel: here, and in processes launched from here
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""A training script as `accelerate launch` starts it: Ctrl-C ends it without a traceback, also while it imports."""
+"""The training script that `accelerate launch` starts. Ctrl-C ends it without a traceback, even during imports."""
 
 import sys
 
@@ -7,5 +7,5 @@ if __name__ == "__main__":
         from .train import main
 
         main(sys.argv[1], sys.argv[2:], launched=True)
-    except KeyboardInterrupt:  # the command that launched this process says so
+    except KeyboardInterrupt:  # the launching command reports it
         sys.exit(130)

@@ -1,4 +1,4 @@
-"""The commands: what they run, and how they end."""
+"""The commands: what they run, and their exit codes."""
 
 import argparse
 import json
@@ -15,13 +15,13 @@ from ..data.load import NAME_THE_DATA, refuse_missing
 from ..versions import naming_versions
 from .options import LOADING, NO, OK, answer_at_once, make_parser, refuse, spelled
 
-# As shells report processes that SIGINT or SIGPIPE ended
+# As shells report processes that were killed by SIGINT or SIGPIPE
 INTERRUPTED, PIPE_CLOSED = 130, 141
 
 
 @naming_versions()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the arguments name, by default those of the process, and return its exit code."""
+    """Run the command that `argv` names, by default the arguments of the process, and return its exit code."""
     given = spelled(sys.argv[1:] if argv is None else argv)
     args, others = make_parser().parse_known_args(given)
     command = {"inspect": inspect, "check": check, "env": env, "quickstart": quickstart}.get(args.command)
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def loading(name: str) -> Iterator[None]:
-    """Name in an error of a file or the hub what was to be loaded, as the user typed it."""
+    """In errors of files and the hub, name what was to be loaded, as the user typed it."""
     try:
         yield
     except OSError as error:
@@ -60,7 +60,7 @@ def at_least(least: int, args: argparse.Namespace, *names: str) -> None:
 
 
 def print_json(value: Mapping[str, object]) -> None:
-    """Print a result for programs."""
+    """Print a result as JSON."""
     print(json.dumps(value, indent=2))
 
 
@@ -188,7 +188,7 @@ def quickstart(args: argparse.Namespace) -> int:
     for name in filter(None, (args.model, args.dataset_name)):
         refuse_missing(name, "")
 
-    # One GPU of several: TRL refuses `nn.DataParallel`, which transformers would make of them
+    # A single GPU: with several, transformers would use `nn.DataParallel`, which TRL refuses
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
 
     from .quickstart.compare import run
@@ -198,9 +198,9 @@ def quickstart(args: argparse.Namespace) -> int:
 
 def train(task: str, argv: Sequence[str]) -> int:
     """
-    `trl-paddingfree dpo`, `sft` and the others that train: the script of a task through `accelerate launch`.
+    `trl-paddingfree dpo`, `sft` and the other training commands: run a task's script through `accelerate launch`.
 
-    Options that the script does not know are those of `accelerate launch`, on the command line and in the YAML file of
+    Options that the script does not know go to `accelerate launch`, from the command line and from the YAML file of
     `--config`, as in `trl dpo` and `trl sft`; `--accelerate_config` names one of TRL's configurations, or a file.
     """
     argv = answer_at_once(task, argv)
@@ -218,13 +218,13 @@ def train(task: str, argv: Sequence[str]) -> int:
     launcher = launch.launch_command_parser()
     parser.others = launcher.format_usage()
     launcher.error = parser.error  # wrong options of accelerate are answered in one line, too
-    # The command line wins. The script gets all arguments, and leaves those to the launcher that it does not know
+    # The command line wins. The script gets all arguments, and ignores those that only the launcher knows
     given = chain.from_iterable(map(resolve_accelerate_config_argument, (from_config, from_command_line)))
     args = launcher.parse_args([*given, "--module", launched.__name__, task, *argv])
     if args.training_script != launched.__name__:
         parser.error(f"unrecognized arguments: {args.training_script}")
     script.say_where(training_args)
-    # accelerate warns of its own defaults for options that were left out
+    # accelerate warns that it uses its defaults for options left out
     launch.logger.addFilter(lambda record: "had defaults used instead" not in record.getMessage())
     try:
         launch.launch_command(args)

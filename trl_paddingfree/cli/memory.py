@@ -1,8 +1,8 @@
-"""Memory and speed of training, predicted from the configuration of a model and the lengths of rows.
+"""Predicts memory and speed of training from the configuration of a model and the lengths of rows.
 
-The first layers, up to one of each kind, are made with random weights, and what they keep is counted as the trainers
-count it. The peaks are then those of [`~trl_paddingfree.memory.needs.MemoryNeeds`]. Only the configuration is
-downloaded.
+The first layers, enough for one of each kind, are created with random weights, and what they keep for the backward pass
+is counted as in training. [`~trl_paddingfree.memory.needs.MemoryNeeds`] then computes the peaks. Only the configuration
+is downloaded.
 """
 
 import copy
@@ -37,11 +37,11 @@ from ..model.architecture import beyond_varlen, recomputable_layers
 from ..model.flat_model import FlatModel
 from ..model.routes import choose_route
 
-# Weights and activations are bfloat16, as on GPUs. A 4-bit weight has 4 bits and, on average, 0.127 bits of scales
+# Weights and activations are bfloat16, as on GPUs. A 4-bit weight takes 4 bits and, on average, 0.127 bits of scales
 DTYPE, BYTES, BYTES_IN_4_BITS = torch.bfloat16, 2, 4.127 / 8
-# Of each trained weight, in its dtype: the gradient, and Adam's two moments
+# Kept per trained weight, in its dtype: the gradient, and Adam's two moments
 COPIES = 3
-# Words of the model whose layers are counted: it need not have all, because embeddings and head are calculated
+# Vocabulary of the model whose layers are counted: a small one will do, because embeddings and head are calculated
 VOCABULARY = 512
 # Where the search for the largest batch ends
 MOST_EXAMPLES = 2**30
@@ -49,13 +49,13 @@ MOST_EXAMPLES = 2**30
 _WITH_REFERENCE = ("dpo", "kto")
 # The counts of tokens and of keys in each layout
 LAYOUTS = {"padded": ("padded", "padded"), "padding_free": ("real", "real"), "shared": ("computed", "real")}
-# Where a configuration says what each layer is
+# Fields of a configuration that list the type of each layer
 _TYPES = ("layer_types", "mlp_layer_types")
 
 Shape = dict[str, Any]  # fields of a configuration
 
 
-# Of a decoder, in the order of [`decoder`]'s arguments
+# Fields of a decoder, in the order of [`decoder`]'s arguments
 _FIELDS = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
            "num_key_value_heads", "vocab_size", "tie_word_embeddings")  # fmt: skip
 
@@ -65,20 +65,20 @@ def decoder(*values: str | int, tied: bool = True) -> Shape:
     return dict(zip(_FIELDS, (*values, tied), strict=True))
 
 
-# Sizes from the configurations that the models were published with
+# Sizes from the models' published configurations
 SHAPES: dict[str, Shape] = {
     "llama-3-8b": decoder("llama", 4096, 14336, 32, 32, 8, 128256, tied=False),
     "llama-3.2-1b": decoder("llama", 2048, 8192, 16, 32, 8, 128256),
     "qwen2.5-0.5b": decoder("qwen2", 896, 4864, 24, 14, 2, 151936),
     "qwen2.5-7b": decoder("qwen2", 3584, 18944, 28, 28, 4, 152064, tied=False),
     "smollm2-135m": decoder("llama", 576, 1536, 30, 9, 3, 49152),
-    # Too small for any device: what a step costs on the host
+    # Too small to keep any device busy: shows what a step costs on the host
     "tiny": decoder("llama", 64, 128, 4, 4, 2, 1024),
 }
 
 
 def model_config(name: str, shapes: dict[str, Shape] = SHAPES) -> PreTrainedConfig:
-    """The configuration of a named shape, or of a folder or model id. Refuses the name of a shape that is misspelt."""
+    """The configuration of a named shape, or of a folder or model id. Refuses misspelled shapes."""
     if name in shapes:
         return AutoConfig.for_model(**shapes[name])
     if not Path(name).exists() and (meant := did_you_mean(name, shapes)):
@@ -88,14 +88,14 @@ def model_config(name: str, shapes: dict[str, Shape] = SHAPES) -> PreTrainedConf
 
 def training_needs(config: PreTrainedConfig, tuning: str, num_references: int, as_kernels: bool = True) -> MemoryNeeds:
     """
-    What micro-batches need in training a model of `config` by `tuning`: `"full"`, or `"lora"` or `"qlora"` with r=16 on
-    all linear layers. The weights of so many reference models count, too; adapters need none. Attention keeps what
-    flash attention does on GPUs or, without `as_kernels`, what PyTorch's attention does on this machine.
+    The memory needs of training a model of `config` by `tuning`: `"full"`, or `"lora"` or `"qlora"` with r=16 on all
+    linear layers. Weights of `num_references` reference models are added; adapters need none. Attention keeps what
+    flash attention keeps on GPUs or, without `as_kernels`, what PyTorch's attention keeps on this machine.
     """
     text, is_full = config.get_text_config(), tuning == "full"
     types = [getattr(text, name, None) or [""] * text.num_hidden_layers for name in _TYPES]
     kinds = list(zip(*types, strict=True))
-    which = [kinds.index(kind) for kind in kinds]  # of each layer, the first of its kind: these need the same memory
+    which = [kinds.index(kind) for kind in kinds]  # for each layer, the first of its kind, which needs the same memory
     model = _first_layers(config, 1 + max(which))
     if as_kernels and upstream.takes_attention_function(model):
         upstream.set_attn_implementation(model, kept_by_kernels())
@@ -105,7 +105,7 @@ def training_needs(config: PreTrainedConfig, tuning: str, num_references: int, a
         lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
         model.enable_input_require_grads()
         cast_inputs_once(get_peft_model(model, lora, autocast_adapter_dtype=tuning == "lora"), "cpu")
-    with torch.autocast("cpu", DTYPE):  # as `bf16`, TRL's default, has it: adapters are float32, products are not
+    with torch.autocast("cpu", DTYPE):  # as with `bf16`, TRL's default: float32 adapters multiply in bfloat16
         kept = count_kept_bytes(model, route)
     layers = recomputable_layers(model)
     parameters = [p for i in which for p in layers[i].parameters()]
@@ -127,7 +127,7 @@ def training_needs(config: PreTrainedConfig, tuning: str, num_references: int, a
 
 
 def _first_layers(config: PreTrainedConfig, number: int) -> PreTrainedModel:
-    """A model of the first layers, with a small vocabulary."""
+    """A model of the first `number` layers, with a small vocabulary."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
     for name in _TYPES:
@@ -142,8 +142,8 @@ def _first_layers(config: PreTrainedConfig, number: int) -> PreTrainedModel:
 
 class _KernelBytes(torch.autograd.Function):
     """
-    Saves what flash attention saves (queries, keys and values as they are given, the output, one float per query and
-    head), and computes nothing. PyTorch's attention on CPUs would save keys and values once for each query head.
+    Saves what flash attention saves (queries, keys and values as given, the output, one float per query and head), and
+    computes nothing. PyTorch's attention on CPUs would save keys and values once for each query head.
     """
 
     @staticmethod
@@ -165,14 +165,14 @@ def kept_by_kernels() -> str:
 
 
 def features_of(tokens: float, keys: float, scored: float) -> np.ndarray:
-    """The features of a batch in text, of [`~trl_paddingfree.memory.features`], whose attention keeps no scores."""
+    """The [`~trl_paddingfree.memory.features`] of a batch of text whose attention keeps no scores."""
     features = np.zeros(len(FEATURES))
     features[[CONSTANT, TOKENS, KEYS, SCORED]] = 1, tokens, keys, scored
     return features
 
 
 def features_by_layout(batches: Sequence[BatchCounts]) -> dict[str, np.ndarray]:
-    """`(batches, F)` for each layout: padded, without padding, and with shared prefixes. All tokens score."""
+    """`(batches, F)` for each layout: padded, without padding, and with shared prefixes. All tokens are scored."""
     return {
         layout: np.array([features_of(counts[tokens], counts[keys], counts[tokens]) for counts in map(vars, batches)])
         for layout, (tokens, keys) in LAYOUTS.items()
@@ -180,7 +180,7 @@ def features_by_layout(batches: Sequence[BatchCounts]) -> dict[str, np.ndarray]:
 
 
 def step_units(task: str, tuning: str) -> int:
-    """What a step that recomputes nothing costs, in forward passes: a backward pass is 2, or 1 with frozen weights."""
+    """The cost of a step that recomputes nothing, in forward passes: a backward pass is 2, or 1 with frozen weights."""
     return (3 if tuning == "full" else 2) + (task in _WITH_REFERENCE)
 
 
@@ -205,8 +205,8 @@ def memory_report(
 
 def _within(budget: int, needs: MemoryNeeds, every: np.ndarray, example: np.ndarray, units: int) -> dict[str, float]:
     """
-    Within a budget: the batch sizes that fit, of examples like `example`, if all layers recompute and if none does; and
-    the speed-up over recomputing every layer, if only as many recompute in `every (batches, F)` as must.
+    What fits into a budget: the largest batch sizes, of examples like `example`, if all layers recompute and if none
+    does; and the speed-up over recomputing every layer, if only as many recompute in `every (batches, F)` as must.
     """
 
     def fitting(number: int) -> int:

@@ -1,4 +1,4 @@
-"""The options of the commands, and every answer that needs no more than the arguments, without PyTorch's import."""
+"""The options of the commands, and every answer that needs only the arguments, without importing PyTorch."""
 
 import argparse
 import re
@@ -14,7 +14,7 @@ from yaml import YAMLError, safe_load
 from ..data.load import NAME_THE_DATA, refuse_missing
 
 OK, NO, WRONG_USE = 0, 1, 2
-# Errors of arguments, of names, of files, and of packages that are missing
+# Errors of arguments, names and files, and of missing packages
 LOADING = (ValueError, OSError, ImportError, YAMLError)
 
 EXIT_CODES = """\
@@ -34,7 +34,7 @@ TRAINING = {
     "rloo": "on rewards of its own completions, against the mean of the others",
     "distillation": "on a teacher's predictions for its own completions",
 }
-# What commands need: one of some options, or else an advice
+# What commands need: at least one of these options; otherwise, they are refused with this advice
 _NEEDED = [
     (TRAINING, ["model_name_or_path"], "Name the model: `--model_name_or_path` (hub name or folder)."),
     (TRAINING, ["datasets", "dataset_name"], NAME_THE_DATA),
@@ -53,7 +53,7 @@ _NEEDED = [
 
 
 def refuse(command: str, error: Exception) -> int:
-    """Say why a command cannot be carried out."""
+    """Print why a command cannot run, and return its exit code."""
     message = str(error)
     if isinstance(error, JSONDecodeError):
         place = f"line {error.lineno}, column {error.colno}"
@@ -65,9 +65,9 @@ def refuse(command: str, error: Exception) -> int:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Answers wrong arguments in one line, with the closest name that exists, where argparse lists all options."""
+    """Reports wrong arguments in one line that suggests the closest name, where argparse lists all options."""
 
-    others = ""  # the usage of a parser that takes what this one does not know
+    others = ""  # the usage of another parser, which takes the options unknown to this one
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong with the arguments, and exit."""
@@ -83,7 +83,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 def spelled(argv: Sequence[str]) -> list[str]:
     """
-    The arguments, with names of options in one spelling: `--batch_size` and `--batch-size` are the same, as in TRL.
+    The arguments, with option names in one spelling: `--batch_size` and `--batch-size` are the same, as in TRL.
 
     >>> spelled(["inspect", "my-pairs.jsonl", "--batch-size=4", "--max-length", "512"])
     ['inspect', 'my-pairs.jsonl', '--batch_size=4', '--max_length', '512']
@@ -93,10 +93,10 @@ def spelled(argv: Sequence[str]) -> list[str]:
 
 def answer_at_once(task: str, argv: Sequence[str]) -> list[str]:
     """
-    Refuse a file of `--config` that is not there, and a training command without a model, data, rewards or a teacher.
-    All else is left to TRL's parser.
+    Refuse a missing `--config` file, and a training command without a model, data, rewards or a teacher. Everything
+    else is left to TRL's parser.
 
-    Returns the arguments as TRL looks for them: `--config FILE` and `--accelerate_config NAME` are two words each.
+    Returns the arguments in the form that TRL reads: `--config FILE` and `--accelerate_config NAME` as two words each.
     """
     config: dict[str, Any] = {}
     parser = OneLineParser(prog=f"trl-paddingfree {task}", add_help=False)
@@ -107,7 +107,7 @@ def answer_at_once(task: str, argv: Sequence[str]) -> list[str]:
     if "config" in named:
         with open(named["config"], encoding="utf-8") as file:
             config = safe_load(file)
-    if isinstance(config, dict) and not {"-h", "--help"}.intersection(words):  # what else a file has, TRL answers
+    if isinstance(config, dict) and not {"-h", "--help"}.intersection(words):  # TRL checks the rest of a file
         for tasks, names, advice in _NEEDED:
             value = next(filter(None, map((config | named).get, names)), None)
             if task in tasks and isinstance(value, str | None):
@@ -116,7 +116,7 @@ def answer_at_once(task: str, argv: Sequence[str]) -> list[str]:
 
 
 def make_parser() -> OneLineParser:
-    """The parser of all commands. What follows those that train is left to their own parsers."""
+    """The parser of all commands. Arguments of training commands are left to their own parsers."""
     as_is = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(
         prog="trl-paddingfree",
@@ -139,7 +139,7 @@ def make_parser() -> OneLineParser:
         command.add_argument("--json", action="store_true", help="print JSON")
 
         def option(name: str, meaning: str, default: str | int | None = None, **others: Any) -> None:
-            """An option of the default's type."""
+            """Add an option that has the type of its default."""
             if default is not None:
                 meaning, others["default"] = f"{meaning} (default: {default})", default
                 others["type"] = type(default)

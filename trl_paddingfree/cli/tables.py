@@ -12,7 +12,7 @@ from ..memory.device import GIB
 
 
 def table(title: str, heads: Iterable[str | Column], rows: Iterable[Iterable[str]], **style: Any) -> Table:
-    """A table under a title. `style` are arguments of [`~rich.table.Table`]."""
+    """A table under a title. `style` holds arguments of [`~rich.table.Table`]."""
     made = Table(*heads, title=title, title_justify="left", **style)
     for row in rows:
         made.add_row(*row)
@@ -20,7 +20,7 @@ def table(title: str, heads: Iterable[str | Column], rows: Iterable[Iterable[str
 
 
 def right(*heads: str) -> list[Column]:
-    """Columns that are aligned to the right."""
+    """Right-aligned columns."""
     return [Column(head, justify="right") for head in heads]
 
 
@@ -28,7 +28,7 @@ def print_waste(report: WasteReport) -> None:
     """What padding wastes and sharing saves, as a table."""
     figures = report.as_dict()
     lengths, unit = figures["lengths"], report.task.unit
-    sequence = "sequence" if report.task.truncates else "prompt"  # lengths of completions to generate are an option
+    sequence = "sequence" if report.task.truncates else "prompt"  # an option sets the length of completions to generate
     found = table(
         f"{report.task.name.upper()}: {report.num_sampled:,} of {report.num_rows:,} {unit}",
         right("batch\nsize", "slots", "tokens", "computed", "padding", "shared", "speed-up", "+ sharing"),
@@ -45,7 +45,7 @@ def print_waste(report: WasteReport) -> None:
             ]
             for row in figures["batch_sizes"]
         ],
-        padding=0,  # many columns fit into a terminal
+        padding=0,  # so that many columns fit into a terminal
     )
     notes = [
         f"Tokens per {sequence}: mean {lengths['mean']:.0f}, median {lengths['p50']:.0f}, 90% under "

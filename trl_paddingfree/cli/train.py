@@ -49,7 +49,7 @@ class SFTScriptArguments(ScriptArguments):
     )
 
     def settle(self, training_args: PaddingFreeSFTConfig) -> None:
-        """Set the trainer's options that these two stand for. Refuses options that contradict them."""
+        """Set the trainer's options according to these two. Refuses options that contradict them."""
         if training_args.packing and self.batch_method not in (None, "packing"):
             raise ValueError(
                 f"`--packing true` contradicts `--batch_method {self.batch_method}`: leave one of them out."
@@ -65,7 +65,7 @@ class SFTScriptArguments(ScriptArguments):
                 "that of its turn already, and TRL may change the chat template. Leave one of them out."
             )
         if training_args.packing:
-            return  # packing puts rows together by their lengths, whatever conversation they are of
+            return  # packing groups rows by length, whatever conversation they come from
         if (strategy := training_args.train_sampling_strategy) not in ("random", "sequential"):
             raise ValueError(
                 f"`--train_sampling_strategy {strategy}` takes the turns of a conversation apart, which "
@@ -79,7 +79,7 @@ class SFTScriptArguments(ScriptArguments):
         training_args.train_sampling_strategy, training_args.prefix_sharing = "sequential", True
 
     def cut(self, dataset: DatasetDict, training_args: SFTConfig) -> DatasetDict:
-        """The data as one sample per turn, if that is asked for. Conversations to train on are shuffled first."""
+        """Cut the data into one sample per turn, if asked to. Training conversations are shuffled first."""
         if not self.one_sample_per_turn:
             return dataset
         seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
@@ -110,13 +110,13 @@ Parsed = Sequence[Any]
 
 
 class ScriptParser(OneLineParser, TrlParser):
-    """TRL's parser, with the options of this package in a group of their own, and short answers to wrong arguments."""
+    """TRL's parser, with this package's options in a group of their own, and one-line errors for wrong arguments."""
 
     ours: Any = None  # an argument group, whose class is private
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
         name = options.get("dest") or names[0].removeprefix("--")
-        if name == "loss_type" and "choices" not in options:  # TRL would only look when it computes the loss
+        if name == "loss_type" and "choices" not in options:  # TRL would only check it when it computes the loss
             words = re.findall(r"'(\w+)'", options["help"].partition("values are")[2].partition(".")[0])
             options |= {"choices": words or None, "metavar": "LOSS_TYPE"}
         if name not in _OURS:
@@ -125,7 +125,7 @@ class ScriptParser(OneLineParser, TrlParser):
         return self.ours.add_argument(*names, **options)
 
     def set_defaults_with_config(self, **values: Any) -> list[str]:
-        """TRL's, which takes any value of a YAML file, but for words that an option does not allow."""
+        """Like TRL's, which takes any value from a YAML file, but refuses words that an option does not allow."""
         try:
             for action in self._actions:
                 given = values.get(action.dest)
@@ -144,7 +144,7 @@ def make_parser(task: str, prog: str | None = None) -> ScriptParser:
     parser = ScriptParser(types, prog=prog)
     if task == "reward":  # so that PEFT also trains the new head; TRL's default is for language models
         parser.set_defaults(lora_task_type="SEQ_CLS")
-    if not has_accelerator():  # where transformers refuses TRL's default, bfloat16, unless `use_cpu` is set
+    if not has_accelerator():  # transformers then refuses TRL's default, bfloat16, unless `use_cpu` is set
         parser.set_defaults(use_cpu=True, bf16=False)
     return parser
 
@@ -185,7 +185,7 @@ def main(task: str, args: Sequence[str] | None = None, launched: bool = False) -
 
 
 def _load_reward(name: str) -> Callable:
-    """A reward function of TRL, or of an import path, as `trl grpo` and `trl rloo` take them."""
+    """A reward function of TRL, or from an import path, as in `trl grpo` and `trl rloo`."""
     if name == "get_soft_overlong_punishment":
         return trl.rewards.get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256)
     module, _, function = name.rpartition(".")
@@ -247,7 +247,7 @@ def make_trainer(trainer_class: Callable[..., FlatTrainer], parsed: Parsed) -> F
 
 
 def train(trainer: FlatTrainer, script_args: ScriptArguments, training_args: TrainingArguments) -> None:
-    """Train, summarise and save."""
+    """Train, summarize and save."""
     if script_args.ignore_bias_buffers:  # DDP reads this attribute
         model: Any = trainer.model
         ignored = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.bool]

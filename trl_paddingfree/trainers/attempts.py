@@ -19,16 +19,16 @@ LEAST_HALVED = 16
 
 class Attempt:
     """
-    What a pass of `trainer` changes, as it was before: gradients, random states, metrics, counts, and the state of
-    TRL's loss.
+    A snapshot of what a pass of `trainer` changes: gradients, random states, metrics, counts, and the state of TRL's
+    loss.
 
-    No gradient is copied. A pass adds to the gradient of a parameter once, so one that a failed pass has changed is
-    complete. It is kept, and the one that the repeated pass computes is dropped.
+    Gradients are not copied. A pass adds to each parameter's gradient once, so a gradient that a failed pass has
+    changed is complete: it is kept, and the retry's gradient is dropped.
     """
 
     def __init__(self, trainer: Any):
         self.trainer, device = trainer, trainer.accelerator.device
-        # PyTorch counts how often each tensor was changed
+        # PyTorch counts in-place changes of each tensor
         self.versions = [
             (p, None if p.grad is None else p.grad._version) for p in trainer.model.parameters() if p.requires_grad
         ]
@@ -39,16 +39,16 @@ class Attempt:
         self.metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
         self.counts = [*trainer.flat.counts.new]
         self.attributes = {name: vars(trainer)[name] for name in (*trainer.changed_by_loss, "_total_train_tokens")}
-        self.has_failed = False  # whether the pass is a repeated one
-        self.complete: dict[torch.Tensor, torch.Tensor] = {}  # gradients that a failed pass has changed
-        self.dropping = ExitStack()  # hooks that drop gradients of these parameters
+        self.has_failed = False  # whether the pass is being retried
+        self.complete: dict[torch.Tensor, torch.Tensor] = {}  # gradients that a failed pass completed
+        self.dropping = ExitStack()  # hooks that drop new gradients of these parameters
 
     def undo(self) -> None:
-        """A pass has failed: put back what it has changed, so that it can be repeated."""
+        """Roll back what a failed pass has changed, so that it can be retried."""
         self.has_failed = True
         metrics = self.trainer._metrics["train"]
         metrics.clear()
-        metrics.update({name: list(values) for name, values in self.metrics.items()})  # the repeated pass may fail, too
+        metrics.update({name: list(values) for name, values in self.metrics.items()})  # the retry may fail, too
         self.trainer.flat.counts.new = [*self.counts]
         vars(self.trainer).update(self.attributes)
         torch.set_rng_state(self.random)
@@ -61,18 +61,18 @@ class Attempt:
             if parameter not in self.complete and gradient is not None and gradient._version != version:
                 self.complete[parameter] = gradient
                 parameter.grad = None
-                self.dropping.enter_context(gradients_dropped([parameter]))  # at once: there may be no room for two
+                self.dropping.enter_context(gradients_dropped([parameter]))  # at once: two may not fit
 
     def finish(self) -> None:
-        """The pass is over: put the gradients in place that failed attempts have completed."""
+        """After the pass, restore the gradients that failed attempts have completed."""
         self.dropping.close()
         for parameter, gradient in self.complete.items():
             parameter.grad = gradient
 
 
 def halve(planner: MemoryPlanner, error: RuntimeError) -> None:
-    """Halve the slices of a planner if `error` says that memory ran out in its current pass; else raise it."""
-    # No pass is current while a trainer generates: the planner does not schedule that
+    """Halve the slices of a planner if `error` says that memory ran out in its current pass; otherwise raise it."""
+    # No pass is current during generation, which the planner does not schedule
     if (failed := planner.current) is None or not is_allocation_failure(error):
         raise error
     if advice := why_not_again(planner):
@@ -80,7 +80,7 @@ def halve(planner: MemoryPlanner, error: RuntimeError) -> None:
     batch, before = failed.batch, (planner.limit, planner.has_shrunk)
     tokens = batch.counts.computed
     size = batch.schedule.largest_slice(tokens)
-    planner.limit, planner.has_shrunk = size // 2, True  # both before it plans, as what it plans is kept
+    planner.limit, planner.has_shrunk = size // 2, True  # both set before planning: schedules are cached
     if planner.why_whole or size < LEAST_HALVED or planner.own_schedule(batch).largest_slice(tokens) >= size:
         planner.limit, planner.has_shrunk = before
         raise error
@@ -91,14 +91,14 @@ def halve(planner: MemoryPlanner, error: RuntimeError) -> None:
 
 
 def why_not_again(planner: MemoryPlanner) -> str:
-    """Why a pass cannot be repeated after a failed allocation; empty if it can."""
+    """Why a pass cannot be retried after a failed allocation; empty if it can."""
     what = "`memory_budget`" if planner.needs else "`max_tokens_per_micro_batch`"
     if planner.accelerator.distributed_type != DistributedType.NO:
         return (
             "A process cannot compute a micro-batch again while others, or an engine, wait for its gradients. Lower "
             f"{what}, and resume from the last checkpoint."
         )
-    # Slices are no reentrant checkpoints
+    # Slices are not reentrant checkpoints
     if planner.is_reentrant and planner.current and not planner.current.batch.schedule.cuts:
         return (
             "With `use_reentrant=True`, layers that share weights, or are called several times, add to a gradient more "

@@ -1,4 +1,4 @@
-"""The base of the padding-free trainers: models that compute flat batches, one check, one set of figures."""
+"""Base of the padding-free trainers: start-up check, training steps, logged figures and checkpoints."""
 
 import inspect
 from collections.abc import Callable
@@ -36,15 +36,15 @@ from .steps import Part, weigh_last_batch
 
 class FlatTrainer(Trainer):
     """
-    Base of the padding-free trainers, mixed in before one of TRL's: with its arguments, losses, metrics and gradients.
+    Base of the padding-free trainers, mixed in before TRL's: same arguments, losses, metrics and gradients.
 
-    Without a configuration, and with TRL's own, our options have their defaults. With `padding_free=False`, the default
-    of TRL's `DPOConfig` and `SFTConfig`, the trainer pads as TRL's does. TRL's default collator is taken over, any
-    other has to give flat batches. What cannot be combined with these raises a `ValueError` that names what to change,
-    a model that does not treat them as separate sequences an [`UnprovenModelError`], a training step that computes none
-    a `RuntimeError`, and a release of TRL that has moved what we need an `ImportError`.
+    Without a configuration, or with one of TRL's, our options have their defaults. With `padding_free=False`, the
+    default of TRL's `DPOConfig` and `SFTConfig`, the trainer pads as TRL's does. TRL's own collator is replaced; any
+    other must return flat batches. Arguments that rule out flat batches raise a `ValueError` that names what to change,
+    a model that does not keep their rows apart an [`UnprovenModelError`], a training step that computes no flat batch a
+    `RuntimeError`, and a release of TRL that has moved a name we need an `ImportError`.
 
-    A subclass names TRL's trainer, its own task and configuration. Its arguments are those of TRL's trainer.
+    A subclass names TRL's trainer and configuration, and its own task and configuration.
     """
 
     task: Task
@@ -52,9 +52,9 @@ class FlatTrainer(Trainer):
     trl_config: Any  # and its configuration class
     config_class: Any  # our configuration class
     takes_sequence_parallel: ClassVar[bool] = False  # whether groups of processes may compute its batches
-    head_bytes: ClassVar[Callable[..., HeadBytes]] = staticmethod(fused_head)  # what the head needs, by the models
-    changed_by_loss: ClassVar[tuple[str, ...]] = ()  # attributes in which TRL's loss keeps account
-    # Metrics that are no means over a micro-batch: each with `min` or `max`, or with the two whose difference it is
+    head_bytes: ClassVar[Callable[..., HeadBytes]] = staticmethod(fused_head)  # memory of the head, given the models
+    changed_by_loss: ClassVar[tuple[str, ...]] = ()  # attributes that TRL's loss updates
+    # Metrics that are not means over a micro-batch: a `min` or `max`, or the difference of two others
     extremes: ClassVar[dict[str, Callable[..., float]]] = {}
     differences: ClassVar[dict[str, tuple[str, str]]] = {}
     flat: Runtime
@@ -62,7 +62,7 @@ class FlatTrainer(Trainer):
     train_dataset: Dataset
     model: PreTrainedModel
     ref_model: Any = None
-    # Where TRL's trainers keep metrics and tokens
+    # Metrics and number of tokens, set by TRL's trainers
     _metrics: Any
     _total_train_tokens: int
     aux_loss_enabled: bool = False
@@ -74,10 +74,10 @@ class FlatTrainer(Trainer):
             refuse_moved_names(cls)
             cls.__signature__ = inspect.signature(cls.trl_trainer)  # type: ignore[attr-defined]
 
-    if not TYPE_CHECKING:  # for editors and type checkers, the constructor is that of TRL's trainer
+    if not TYPE_CHECKING:  # editors and type checkers see the constructor of TRL's trainer
 
         def __init__(self, *args, **kwargs):
-            """Run TRL's `__init__` with the arguments that its signature gives them, and make the trainer flat."""
+            """Bind the arguments to TRL's signature, run its `__init__`, and make the trainer flat."""
             self._init(inspect.signature(self.trl_trainer).bind(*args, **kwargs).arguments)
 
     @naming_versions()
@@ -85,7 +85,7 @@ class FlatTrainer(Trainer):
         silence()
         arguments["args"] = config = config_of(type(self), arguments)
         options: Any = config
-        if not isinstance(config, PaddingFreeOptions):  # but one of TRL's
+        if not isinstance(config, PaddingFreeOptions):  # one of TRL's
             options = PaddingFreeOptions(prefix_sharing=self.config_class.prefix_sharing)
         self.flat = Runtime(options, pads=not vars(config).get("padding_free", True))  # not all of TRL's have the flag
         refuse_ungrouped(type(self), options.sequence_parallel_size, self.flat.pads, arguments)
@@ -97,7 +97,7 @@ class FlatTrainer(Trainer):
         if not any(arguments.get(name) for name in ("formatting_func", "data_collator", "environment_factory")):
             for name, dataset in given_datasets(arguments):
                 log_unread(dataset, name, self.task, vars(config).get("dataset_text_field", "text"))
-        if options.memory_budget is not None:  # the budget decides how far; the caller's configuration stays as it is
+        if options.memory_budget is not None:  # on a copy: checkpointing is on, and the budget picks the layers
             arguments["args"] = config = copy(config)
             config.gradient_checkpointing = config.activation_checkpointing = True
         # With the flag, TRL warns and pads (DPO), or refuses `max_length` (SFT)
@@ -108,7 +108,7 @@ class FlatTrainer(Trainer):
         self.padding_free = True
         self.start_flat()
         bases = [self.flat_base(model) for model in self.flat_models()]
-        # Once log-probabilities of the reference are precomputed, TRL has dropped it
+        # TRL drops the reference once its log-probabilities are precomputed
         self.flat.models = [flat for flat in self.flat.models if flat.model in bases]
         self.refuse_data(given_datasets(arguments))
         self.refuse_options()
@@ -121,7 +121,7 @@ class FlatTrainer(Trainer):
         if not self.flat.pads:
             self.flat.compiler = taken_from(self.accelerator)
             loaders = self.accelerator.dataloader_config
-            loaders.dispatch_batches = bool(loaders.dispatch_batches)  # `None` dispatches batches of streams
+            loaders.dispatch_batches = bool(loaders.dispatch_batches)  # `None` would dispatch batches of streams
         if (size := self.flat.options.sequence_parallel_size) > 1:
             self.flat.group = form_group(self.accelerator, size)
 
@@ -133,7 +133,7 @@ class FlatTrainer(Trainer):
             refusals.refuse_images(arguments)
 
     def collator_of(self, with_images: bool) -> type:
-        """The collator class that gives flat batches of data with or without images."""
+        """The collator class that makes flat batches of data with or without images."""
         return (self.task.vision_collator if with_images else None) or self.task.collator
 
     def images_to_try(self) -> ImageProbe | None:
@@ -141,7 +141,7 @@ class FlatTrainer(Trainer):
         return None
 
     def image_rules(self) -> VisionRules:
-        """How all models treat images, which flat batches follow."""
+        """How the models treat images, which flat batches have to follow."""
         return rules_of_all([self.flat_base(model) for model in self.flat_models()])
 
     def router_losses(self) -> list[str]:
@@ -153,14 +153,14 @@ class FlatTrainer(Trainer):
         return self.router_losses()
 
     def refuse_options(self) -> None:
-        """Refuse options that move examples between micro-batches where that would change the loss."""
+        """Refuse options that would change losses or gradients, such as moving examples between micro-batches."""
         raise NotImplementedError
 
     def refuse_data(self, datasets: list[tuple[str, AnyDataset]]) -> None:
-        """Refuse data, as the user gave it, that the model cannot compute."""
+        """Refuse data, as passed by the user, that the model cannot compute."""
 
     def flat_models(self) -> list[torch.nn.Module]:
-        """The models that compute batches, first the one that is trained, under whatever wrappers."""
+        """The models that compute batches, wrapped or not: the trained one first."""
         return [self.model] if self.ref_model is None else [self.model, self.ref_model]
 
     def flat_base(self, model: torch.nn.Module) -> PreTrainedModel:
@@ -172,14 +172,14 @@ class FlatTrainer(Trainer):
         self.flat.start(self)
 
     def refuse_small_budget(self, planner: MemoryPlanner) -> None:
-        """Refuse a budget that an example, of those that are known, does not fit into."""
+        """Refuse a budget that a known example does not fit into."""
         raise NotImplementedError
 
     # --- a training step --------------------------------------------------------------------------------------------
 
     @when_flat
     def training_step(self, model, inputs, num_items_in_batch=None):
-        if not self.flat.is_planned:  # it had to wait for the weights
+        if not self.flat.is_planned:  # planning had to wait for the weights
             self.flat.prove(self, model)
             self.flat.plan(self, model)
         step = partial(super().training_step, model, num_items_in_batch=num_items_in_batch)
@@ -197,14 +197,14 @@ class FlatTrainer(Trainer):
         return outputs
 
     def refuse_edits(self) -> None:
-        """Refuse rows that were edited since they became flat. Waits only if the loss read nothing from the device."""
+        """Refuse rows that were edited after they became flat. Waits only if the loss read nothing from the device."""
         for flat_model in self.flat.models:
             flat_model.edits.read()
 
     def parts_of(self, inputs: Inputs, is_normalized: bool) -> list[Part]:
         """
-        The parts of a micro-batch, computed one after another: one, without a budget. Processes that make each backward
-        pass together all get the same number. If the whole step's tokens divide the loss, it `is_normalized`.
+        The parts of a micro-batch, computed one after another; a single one without a budget. Processes whose backward
+        passes are collective get the same number. `is_normalized`: the loss is divided by the tokens of the whole step.
         """
         return [Part(inputs)]
 
@@ -225,14 +225,14 @@ class FlatTrainer(Trainer):
         return loss if steps.part is None else steps.weighted(loss)
 
     def scheduled(self, inputs: Inputs, trains: bool = False) -> Inputs:
-        """The inputs of a pass, whose flat batch has the schedule that a budget gives it."""
+        """The inputs of a pass, with a flat batch that is scheduled within the budget."""
         batch, planner = inputs.get("flat_batch"), self.flat.planner
         if batch is None or planner is None:
             return inputs
         return {**inputs, "flat_batch": planner.scheduled(batch, trains)}
 
     def padded_counts(self, inputs: Inputs) -> BatchCounts:
-        """What TRL computes of a padded micro-batch."""
+        """The token counts of a padded micro-batch."""
         raise NotImplementedError
 
     # --- figures ----------------------------------------------------------------------------------------------------
@@ -241,18 +241,18 @@ class FlatTrainer(Trainer):
     def method(self) -> str:
         """How batches are computed, in words. A training step that computes them in another way raises an error."""
         if self.flat.route is None:
-            # A trainer that pads has TRL's own `padding_free` only where TRL packs
+            # In a trainer that pads, TRL sets its own `padding_free` only for packing
             return "TRL, without padding" if vars(self).get("padding_free") else "TRL, with padding"
         sharing = "shared prefixes" if self.flat.route.prefix_sharing else "no shared prefixes"
         return f"padding-free ({self.flat.route.backend}, {sharing})"
 
     @property
     def sample_unit(self) -> str:
-        """What a micro-batch of training holds, in the plural."""
+        """What a training micro-batch holds, in the plural, such as `"pairs"`."""
         return self.task.unit
 
     def total_counts(self) -> BatchCounts:
-        """What all processes have computed in training so far. With padding, `distinct` is not known, and 0."""
+        """Counts over training so far, of all processes. With padding, `distinct` is unknown, and 0."""
         counts = BatchCounts(*of_all_processes(self.flat.counts.total.as_tuple(), self.accelerator).sum(0).tolist())
         return counts if self.flat.pads or self.flat.trained.repeats else replace(counts, repeated=0)
 
@@ -272,24 +272,24 @@ class FlatTrainer(Trainer):
             append_to_card(self.args.output_dir, self.method, self.flat.counts.total)
 
     def get_tp_size(self) -> int:
-        return super().get_tp_size() * self.flat.options.sequence_parallel_size  # transformers knows such groups
+        return super().get_tp_size() * self.flat.options.sequence_parallel_size  # groups look like tensor parallelism
 
     def _get_num_items_in_batch(self, *args, **kwargs):
-        with attributes_set([(self, "get_tp_size", super().get_tp_size)]):  # `gather` has counted each group once
+        with attributes_set([(self, "get_tp_size", super().get_tp_size)]):  # our `gather` counts each group once
             return super()._get_num_items_in_batch(*args, **kwargs)
 
     def floating_point_ops(self, inputs: Inputs) -> int:
         is_counted = self.flat.group is None or self.flat.group.rank == 0  # transformers sums over all processes
         return super().floating_point_ops(inputs) if is_counted else 0
 
-    # --- checkpoints: none is left half written, and training goes on from a whole one, with padding too ------------
+    # --- checkpoints: training resumes only from complete ones, with padding too ------------------------------------
 
     @naming_versions()
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
 
     def _save_checkpoint(self, *args, **kwargs):
-        if self.args.should_save:  # a checkpoint that is there from before is not whole while it is written over
+        if self.args.should_save:  # an older checkpoint is incomplete while it is overwritten
             invalidate(self.args.output_dir, self.state.global_step)
         super()._save_checkpoint(*args, **kwargs)
 
@@ -297,7 +297,7 @@ class FlatTrainer(Trainer):
         super()._save_rng_state(output_dir)  # makes the folder, and runs in every process
         if self.flat.planner is not None:
             self.flat.planner.save(output_dir, self.args.process_index)
-        # The trainer state, written next, says that a checkpoint is whole: all processes must have written their part
+        # The trainer state, written next, marks a checkpoint as complete: all processes must have written their files
         self.accelerator.wait_for_everyone()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

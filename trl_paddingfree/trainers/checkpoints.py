@@ -1,4 +1,4 @@
-"""Checkpoints: which are whole, which to resume from, weights under other names, and what the model card says."""
+"""Checkpoints: whether they are complete, which to resume from, renamed weights; and the model card."""
 
 import json
 from contextlib import AbstractContextManager
@@ -13,7 +13,7 @@ from .. import __version__
 from ..flat.counts import BatchCounts
 from ..model.restored import attributes_set
 
-# What a model card says beside TRL's text
+# Appended to TRL's model card
 MODEL_CARD = """
 
 ### Without padding
@@ -32,7 +32,7 @@ whose slots it computed {share:.0%}. Cite it as:
 
 
 def append_to_card(output_dir: str, method: str, computed: BatchCounts) -> None:
-    """Say at the end of the model card how batches were computed, and what share of the padded slots."""
+    """Append to the model card how batches were computed, and what share of the padded slots."""
     share = computed.computed / max(computed.padded, 1)
     with (Path(output_dir) / "README.md").open("a", encoding="utf-8") as card:
         card.write(MODEL_CARD.format(version=__version__, method=method, share=share))
@@ -43,7 +43,7 @@ def _step_of(checkpoint: Path) -> str:
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Whether a checkpoint was written to its end: its trainer state, which comes last, can be read."""
+    """Whether a checkpoint is complete: its trainer state, which is written last, can be read."""
     try:
         json.loads((checkpoint / TRAINER_STATE_NAME).read_text())
     except (OSError, ValueError):
@@ -53,9 +53,9 @@ def is_whole(checkpoint: Path) -> bool:
 
 def checkpoint_to_resume(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | bool | None:
     """
-    The checkpoint that `resume_from_checkpoint` stands for, as for [`~transformers.Trainer.train`]. `True`, which a
-    command line gives as `"true"`, is the newest in `output_dir` that is whole: the process may have died, or the disk
-    been full, while the last was written. Refuses one that is not whole.
+    Resolve `resume_from_checkpoint` of [`~transformers.Trainer.train`]. `True`, or `"true"` from a command line, is the
+    newest complete checkpoint in `output_dir`: the process may have died, or the disk filled up, while the last one was
+    written. Refuses an incomplete one.
     """
     if not resume_from_checkpoint:
         return None
@@ -78,14 +78,14 @@ def checkpoint_to_resume(resume_from_checkpoint: str | bool | None, output_dir: 
 
 
 def invalidate(output_dir: str, step: int) -> None:
-    """Mark the checkpoint of a step, if there is one from before, as not whole."""
+    """Mark the checkpoint of a step, if there is an older one, as incomplete."""
     (Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}" / TRAINER_STATE_NAME).unlink(missing_ok=True)
 
 
 def naming_weights(trainer: Any, checkpoint: Any, model: Any) -> AbstractContextManager[None]:
     """
-    Within this context, a `trainer` that finds other names in a checkpoint than in memory, as for models with images or
-    experts, loads weights by name. transformers' own warns, and goes on with the weights that the model had before.
+    Within this context, `trainer` loads weights that have other names in a checkpoint than in memory, as for models
+    with images or experts. transformers' trainer only warns, and goes on with the weights that the model had before.
     """
 
     def warn(load_result: Any) -> None:
@@ -99,7 +99,7 @@ def naming_weights(trainer: Any, checkpoint: Any, model: Any) -> AbstractContext
 
 
 def load_by_name(checkpoint: str, model: Any) -> None:
-    """Load the weights that a checkpoint has under other names as `from_pretrained` does; refuse if any is missing."""
+    """Load a checkpoint whose weights have other names, as `from_pretrained` does; refuse it if any is missing."""
     config = deepcopy(model.config)
     loaded, report = type(model).from_pretrained(checkpoint, config=config, dtype=model.dtype, output_loading_info=True)
     if missing := sorted(report["missing_keys"]):

@@ -1,4 +1,4 @@
-"""The base of the trainers whose batches come from a collator: flat batches, arranged, and within a budget."""
+"""Base of the trainers with a collator: arranges their examples, and divides micro-batches under a budget."""
 
 from dataclasses import replace
 from functools import cached_property
@@ -27,14 +27,14 @@ from .base import FlatTrainer
 from .runtime import when_flat
 from .steps import Part
 
-# How many of the largest examples are measured, for each way of being large
+# How many of the largest examples, by each measure of size, are tried against a budget
 _CANDIDATES = 16
 
 
 class CollatedTrainer(FlatTrainer):
     """
-    Base of the trainers whose batches come from a collator: it makes them flat, and this keeps them within a budget.
-    It is mixed in before one of TRL's trainers.
+    Base of the trainers whose batches come from a collator, which makes them flat; the trainer keeps them within a
+    budget. Mixed in before one of TRL's trainers.
 
     >>> from trl_paddingfree import PaddingFreeDPOTrainer
     >>> [base.__name__ for base in PaddingFreeDPOTrainer.__bases__]
@@ -42,7 +42,7 @@ class CollatedTrainer(FlatTrainer):
     """
 
     data_collator: FlatCollator
-    # What TRL's trainers set
+    # Set by TRL's trainers
     _train_batch_size: int
     _is_vision_dataset: bool = False
 
@@ -55,7 +55,7 @@ class CollatedTrainer(FlatTrainer):
 
     @when_flat
     def _precompute_ref_logps(self, *args, **kwargs):
-        # TRL may call this within its `__init__`, once models have their fused heads: they have to compute flat batches
+        # TRL may call this in its `__init__`, after it has added the fused heads: models must be flat by then
         self.start_flat()
         self.flat.plan_if_placed(self)
         return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
@@ -63,7 +63,7 @@ class CollatedTrainer(FlatTrainer):
     # --- images -----------------------------------------------------------------------------------------------------
 
     def _flat_collator(self) -> FlatCollator:
-        """The collator, such that it gives flat batches. A copy: the user's own may serve another trainer."""
+        """A copy of the collator that makes flat batches: the user's own may serve another trainer."""
         collator, wanted = self.data_collator, self.collator_of(self._is_vision_dataset)
         if not isinstance(collator, wanted):
             collator = wanted(**vars(collator))
@@ -86,14 +86,14 @@ class CollatedTrainer(FlatTrainer):
     # --- which examples share a micro-batch -------------------------------------------------------------------------
 
     def collated_by(self, name: str) -> Any:
-        """What the collator has for an argument or, if it is a user's own without it, the configuration; or `None`."""
+        """The collator's value of an argument or, if a user's own collator lacks it, the configuration's, or `None`."""
         return getattr(self.data_collator, name, getattr(self.args, name, None))
 
     def exceeds(self, length: int) -> bool:
-        """Whether a row of training may be longer than `length`."""
+        """Whether a training row may be longer than `length`."""
         limit = self.collated_by("max_length")
         if not has_known_lengths(self.train_dataset) or self._is_vision_dataset:
-            # Either the collator cuts rows, or TRL's preparation: of streams, but not what a transform makes
+            # Rows are cut by the collator or by TRL's preparation, which reads streams, but not what a transform makes
             is_cut = "max_length" in vars(self.data_collator) or not isinstance(self.train_dataset, Dataset)
             return limit is None or limit > length or not is_cut
         return bool((row_lengths(self.item_lengths()) > length).any())
@@ -104,20 +104,20 @@ class CollatedTrainer(FlatTrainer):
 
     def example_lengths(self) -> np.ndarray:
         """
-        Lengths of what each training example holds, after truncation, int64: tokens of the prompt and of each
-        completion, `(examples, 1 + completions)`; or of each row, `(examples, 1)`.
+        Lengths of the training examples in tokens, after truncation, int64: of the prompt and of each completion,
+        `(examples, 1 + completions)`, or of the row, `(examples, 1)`.
         """
         return token_lengths(self.train_dataset, self.task.token_columns)
 
     def item_lengths(self) -> np.ndarray:
-        """The same, of the largest item that a budget cannot divide: by default, of the whole example."""
+        """Like `example_lengths`, for the largest item that parts do not divide: by default, the whole example."""
         return self.example_lengths()
 
     def refuse_options(self) -> None:
         options, group, multiple = self.flat.options, self.flat.group, self.collated_by("pad_to_multiple_of")
         arranges, rotary = options.arrange_micro_batches != "none", []
         for kind, length in self.flat.rotary_limits().items():
-            if multiple and self.exceeds(length // multiple * multiple):  # rows are longer by their padding
+            if multiple and self.exceeds(length // multiple * multiple):  # padding makes rows longer
                 raise ValueError(
                     f"`pad_to_multiple_of={multiple}`: with `rope_type={kind!r}`, padding that reaches beyond {length} "
                     "tokens changes the frequencies of all rows. Leave `pad_to_multiple_of` out."
@@ -139,9 +139,9 @@ class CollatedTrainer(FlatTrainer):
         if flat.options.arrange_micro_batches == "none":
             return sampler
         if isinstance(sampler, RandomSampler) and self.args.accelerator_config.use_seedable_sampler:
-            # accelerate puts this one in its place, but would not find it within ours
+            # accelerate replaces it with this one, but would not find it inside ours
             sampler = SeedableRandomSampler(sampler.data_source, data_seed=self.args.data_seed)
-        batch_size = self._train_batch_size  # not that of `args`, which `auto_find_batch_size` leaves as it was
+        batch_size = self._train_batch_size  # not that of `args`, which `auto_find_batch_size` does not lower
         processes = self.accelerator.num_processes // flat.options.sequence_parallel_size
         if flat.options.arrange_micro_batches == "prefix":
             arrange = by_prefix(self.train_dataset, self.task.token_columns[0])
@@ -162,25 +162,25 @@ class CollatedTrainer(FlatTrainer):
         with attributes_set([(self, "data_collator", collator)]):
             loader: Any = super().get_train_dataloader()
         if self.flat.sampler is not None:
-            # accelerate finds its own samplers only: if several processes resume a run, ours would start at epoch 0
+            # accelerate finds only its own samplers: ours would restart at epoch 0 when several processes resume a run
             loader.set_sampler(self.flat.sampler)
         return loader
 
     # --- a micro-batch, whole or in parts ---------------------------------------------------------------------------
 
     def part_sizes(self, inputs: Inputs) -> dict[str, int]:
-        """By name, over how many items the loss ("loss") and each metric of a part of a micro-batch is a mean."""
+        """By name, the denominators of the loss ("loss") and of each averaged metric of a part of a micro-batch."""
         raise NotImplementedError
 
     @cached_property
     def _adds_up(self) -> bool:
-        """Whether the losses of parts of a micro-batch add up to that of the whole, and it is known how."""
+        """Whether the losses of parts add up to that of the micro-batch, with known denominators."""
         return type(self).part_sizes is not CollatedTrainer.part_sizes and not self.coupled_by()
 
     def refuse_small_budget(self, planner: MemoryPlanner) -> None:
         """Refuse a budget that the most demanding example does not fit into."""
         if not has_known_lengths(self.train_dataset) or self._is_vision_dataset:
-            return  # no length is known before an example comes: then the planner refuses it
+            return  # lengths are unknown until an example arrives: the planner refuses it then
         lengths = self.item_lengths()
         tokens = example_tokens(lengths, self.flat.trained.route.prefix_sharing)
         if planner.why_whole:
@@ -188,7 +188,7 @@ class CollatedTrainer(FlatTrainer):
         if planner.needs is None:
             return
         # Layers need most for the most tokens, attention for the longest row, and the head for the longest completions.
-        # The example that needs most in all is taken to be among the largest by one of these
+        # The example that needs most overall is assumed to be among the largest by one of these
         measures = (tokens, row_lengths(lengths).max(1), lengths[:, -2:].sum(1))
         candidates = {int(i) for measure in measures for i in np.argsort(measure, kind="stable")[-_CANDIDATES:]}
         collator = replace(self.data_collator, keeps_rows=True)
@@ -218,13 +218,13 @@ class CollatedTrainer(FlatTrainer):
         return [replace(part, inputs={n: x for n, x in part.inputs.items() if n != "rows"}) for part in parts]
 
     def _weighted_parts(self, inputs: Inputs, is_normalized: bool) -> list[Part]:
-        """The parts of a micro-batch whose losses add up. Sizes, and weights by them, are counted on the host."""
+        """The parts of a micro-batch whose losses add up. Sizes, and thus weights, are counted on the host."""
         accelerator = self.accelerator
-        # Those with images come last: DDP waits in the last part for gradients of all weights, the tower's too
+        # Those with images come last: in the last part, DDP waits for gradients of all weights, including the tower's
         batches = sorted(self._divided(inputs), key=lambda part: part["flat_batch"].images is not None)
         most = len(batches)
         if is_sharded(accelerator) or accelerator.distributed_type == DistributedType.DEEPSPEED:
-            # Processes make each backward pass together, so those with fewer parts compute the last again, masked
+            # Backward passes are collective, so processes with fewer parts repeat their last one, masked
             is_mixed = len({part["flat_batch"].images is None for part in batches}) > 1
             most, is_mixed = of_all_processes([most, is_mixed], accelerator).amax(0).tolist()
             if is_mixed and accelerator.num_processes > 1:
@@ -233,7 +233,7 @@ class CollatedTrainer(FlatTrainer):
                     "DeepSpeed all processes compute the vision tower together: raise `memory_budget` or "
                     "`max_tokens_per_micro_batch`, leave it out, or train on examples that all have images."
                 )
-            if most == 1:  # no process has divided its micro-batch; if one has, all gather metrics as of parts
+            if most == 1:  # no process divided its micro-batch; if one did, all gather `PartMetrics`
                 return [Part(inputs)]
         sizes = [self.part_sizes(batch["rows"].rows if "rows" in batch else batch) for batch in batches]
         total = max(sum(size["loss"] for size in sizes), 1)
@@ -245,11 +245,11 @@ class CollatedTrainer(FlatTrainer):
         return parts
 
     def _divided(self, inputs: Inputs) -> list[Inputs]:
-        """The batches into which the planner divides one; that one alone, if it fits."""
+        """The batches into which the planner divides one; just that one if it fits or has a single item."""
         whole, planner = inputs["flat_batch"], self.flat.planner
         assert planner is not None
-        rows = replace(inputs["rows"], collator=self.data_collator)  # a worker sends them without the collator
-        # Sizes and parts are made of the rows on the host, which know of no edits
+        rows = replace(inputs["rows"], collator=self.data_collator)  # workers send them without the collator
+        # Sizes and parts are made from the rows on the host, which do not show edits
         labels = self.data_collator.row_labels(inputs)
         self.flat.trained.edits.ask(whole, {**inputs, "labels": labels}, in_parts=True)
         if rows.num_items == 1 or planner.is_whole(whole):
@@ -259,7 +259,7 @@ class CollatedTrainer(FlatTrainer):
         parts = [
             rows.take(items).with_flat(reach) for items in planner.parts(list(map(planner.features, rows.alone())))
         ]
-        # transformers moves the tensors of inputs, but no flat batches: the data loader has done so for the whole
+        # transformers moves tensors, but not flat batches: the data loader has only moved that of the whole
         device = self.args.device
         return [{**part, "flat_batch": part["flat_batch"].to(device, non_blocking=True)} for part in parts]
 

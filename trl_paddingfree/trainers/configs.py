@@ -27,9 +27,9 @@ Arguments: TypeAlias = dict[str, Any]  # of TRL's trainers, by name
 SHARING = "Whether to compute a prefix once if several rows of a micro-batch start with it."
 
 
-# What an option of a type allows, in words
+# The values that a type allows, in words
 _ALLOWED: dict[type, str] = {bool: "`True` or `False`", int: "a whole number of at least 1", NoneType: "`None`"}
-# Sizes that transformers would stumble over once model and data are loaded. A row of one token has nothing to predict
+# Minimum sizes: transformers would fail only after loading model and data. One token leaves nothing to predict
 _LEAST = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1}
 _LEAST |= {"max_length": 2}
 # Options of checkpoints: PyTorch's, transformers' and TRL's
@@ -43,12 +43,12 @@ _OF_CHECKPOINTS = {
 
 
 def silence() -> None:
-    """Silence the warnings that TRL still calls gradient checkpointing by names which transformers has changed."""
+    """Silence the deprecation warnings for the old names by which TRL still calls gradient checkpointing."""
     warnings.filterwarnings("ignore", message=".*checkpointing.* is deprecated", category=FutureWarning)
 
 
 def config_of(trainer_class: Any, arguments: Arguments) -> TrainingArguments:
-    """The configuration among the arguments of a trainer; by default one of ours, with the folder of TRL's default."""
+    """The configuration among a trainer's arguments; by default one of ours, with TRL's default `output_dir`."""
     trl_trainer, trl_config = trainer_class.trl_trainer, trainer_class.trl_config
     if (config := arguments.get("args")) is None:
         model = arguments["model"]
@@ -61,7 +61,7 @@ def config_of(trainer_class: Any, arguments: Arguments) -> TrainingArguments:
         )
     refuse_wrong_options(config)  # again: attributes may have been set since it was made
     losses, source = vars(config).get("loss_type") or (), inspect.getsource(sys.modules[trl_trainer.__module__])
-    for loss in [losses] if isinstance(losses, str) else losses:  # a trainer of one's own may have others
+    for loss in [losses] if isinstance(losses, str) else losses:  # user-defined trainers may have others
         if f'"{loss}"' not in source and trainer_class.__module__.startswith("trl_paddingfree."):
             raise ValueError(f"`loss_type={loss!r}` is no loss that TRL's {trl_trainer.__name__} has.")
     return config
@@ -69,15 +69,15 @@ def config_of(trainer_class: Any, arguments: Arguments) -> TrainingArguments:
 
 def refuse_wrong_options(config: Any) -> None:
     """
-    Refuse values that options cannot have, in a configuration of ours or of TRL's, naming what to write in their place.
-    Annotations say what options of this package allow: `bool` stands for `True` and `False`, `int` for whole numbers
-    from 1, and `None` and the words of a `Literal` for themselves.
+    Refuse invalid values of options, in a configuration of ours or of TRL's, and name the valid ones. The annotations
+    of this package's options define what is valid: `bool` allows `True` and `False`, `int` whole numbers of at least 1,
+    and `None` and the words of a `Literal` themselves.
     """
     values = vars(config)
     if isinstance(config, PaddingFreeOptions):
         config.memory_budget = checked_budget(config.memory_budget)
     for name, hint in get_type_hints(PaddingFreeOptions).items():
-        if name not in values or name == "memory_budget":  # TRL's own configurations have some of the options only
+        if name not in values or name == "memory_budget":  # TRL's own configurations have only some of these
             continue
         value, kinds = values[name], _kinds(hint)
         words = [kind for kind in kinds if isinstance(kind, str)]
@@ -99,7 +99,7 @@ def refuse_wrong_options(config: Any) -> None:
 
 
 def _kinds(hint: object) -> list[object]:
-    """The types and the words that a type, a union or a literal allows."""
+    """The types and words that a type hint allows: a type, a union or a literal."""
     members = get_args(hint)
     return [kind for member in members for kind in _kinds(member)] if members else [hint]
 
@@ -122,14 +122,14 @@ def given_datasets(arguments: Arguments) -> list[tuple[str, AnyDataset]]:
     eval_dataset = arguments.get("eval_dataset")
     eval_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
     datasets = {"train": arguments.get("train_dataset"), **eval_datasets}
-    # TRL refuses data of any other type in its own words
+    # Other types are left for TRL to refuse
     return [(name, dataset) for name, dataset in datasets.items() if isinstance(dataset, Dataset | IterableDataset)]
 
 
 def train_where_one_can(config: TrainingArguments) -> None:
     """
-    Choose the CPU and float32 on a machine without an accelerator, and say so, unless the precision or `use_cpu` is
-    set. There, transformers refuses TRL's default, bfloat16, without `use_cpu`.
+    On a machine without an accelerator, choose the CPU and float32, and say so, unless the precision or `use_cpu` is
+    set. Otherwise, transformers would refuse TRL's default there: bfloat16 without `use_cpu`.
     """
     is_undecided = vars(config).get("bf16", False) is None and not config.fp16 and not config.use_cpu
     if is_undecided and not has_accelerator() and not is_torch_xla_available():
@@ -138,15 +138,15 @@ def train_where_one_can(config: TrainingArguments) -> None:
 
 
 def option(default: object, meaning: str) -> Any:
-    """A field of a configuration: the command line takes it, and says what it means."""
+    """A dataclass field that the command line offers as an option, with a help text."""
     return field(default=default, metadata={"help": meaning})
 
 
 @dataclass
 class PaddingFreeOptions:
     """
-    Options of padding-free training, shared by all trainers; each field says what it means, and a value that its type
-    does not allow raises a `ValueError`.
+    Options of padding-free training, shared by all trainers and described by the help text of each field. A value that
+    its type does not allow raises a `ValueError`.
 
     >>> from dataclasses import dataclass
     >>> from trl import DPOConfig

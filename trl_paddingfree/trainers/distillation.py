@@ -17,12 +17,12 @@ from .configs import Arguments, PaddingFreeDistillationConfig
 from .online import PROMPTS, OnlineTrainer
 from .runtime import when_flat
 
-# Without Triton, TRL has up to ten more tensors of a tile's size, in float32, while it computes the tile's gradient
+# Without Triton, TRL computes a tile's gradient with up to ten more float32 tensors of the tile's size
 _TORCH_TILES = 10
 
 
 def divergence(student: PreTrainedModel, teacher: PreTrainedModel) -> HeadBytes:
-    """Bytes of TRL's divergence, which keeps what the teacher says, and works in tiles of both models."""
+    """Bytes of TRL's divergence, which keeps the teacher's hidden states, and works on tiles of both models' logits."""
     rows, columns = upstream.divergence_tile()
     per_row = 2 * 4 * columns + student.dtype.itemsize * columns  # logits of both in float32, and the gradient
     if not upstream.has_head_kernel(student.device):
@@ -35,10 +35,10 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
     """
     TRL's [`~trl.DistillationTrainer`], computing real tokens only.
 
-    Same arguments, same losses, metrics and gradients. With `padding_free=True` student and teacher compute one flat
-    row of the generated completions, in which what prompts have in common is there once. The teacher comes first, while
-    the student keeps nothing yet, and the divergence is taken of scored tokens only. Generation is TRL's.
-    [`~trl_paddingfree.trainers.base.FlatTrainer`] says what it takes and refuses beside TRL's.
+    Same arguments, same losses, metrics and gradients. With `padding_free=True`, student and teacher compute the
+    generated completions as one flat row, in which prefixes that prompts share appear once. The teacher runs first,
+    before the student keeps any activations, and only scored tokens enter the divergence. Generation is TRL's.
+    See [`~trl_paddingfree.trainers.base.FlatTrainer`] for what it accepts and refuses.
 
     >>> from datasets import Dataset
     >>> from trl_paddingfree import PaddingFreeDistillationConfig, PaddingFreeDistillationTrainer
@@ -56,7 +56,7 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
     trl_trainer, trl_config = DistillationTrainer, DistillationConfig
     config_class = PaddingFreeDistillationConfig
     head_bytes = staticmethod(divergence)
-    # The hidden states of a micro-batch's scored tokens, of a model, with gradients or not: computed once
+    # The hidden states of a micro-batch's scored tokens, by model, with gradients or without: cached
     _states: Callable[[torch.nn.Module, bool], torch.Tensor]
 
     def refuse_arguments(self, arguments: Arguments) -> None:
@@ -76,10 +76,10 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
 
     @when_flat
     def _compute_loss(self, unwrapped_student, inputs, num_items_in_batch):
-        """TRL's loss of one row: that of all scored tokens."""
+        """TRL's loss over a single row, which holds all scored tokens."""
         ids, mask = (torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], 1) for name in ("ids", "mask"))
         scored = torch.cat([0 * inputs["prompt_mask"], inputs["completion_mask"] * inputs.get("tool_mask", 1)], 1)
-        host_ids, host_mask, scored = torch.stack([ids, mask, scored]).cpu()  # one copy: each waits for the device
+        host_ids, host_mask, scored = torch.stack([ids, mask, scored]).cpu()  # in one copy: each waits for the device
         labels = host_ids.masked_fill(scored == 0, IGNORE_INDEX)
         batch = self.flatten(host_ids, host_mask, labels, self.images_of(inputs)).to(ids.device, non_blocking=True)
         pixels = {name: inputs[name] for name in IMAGE_ARGUMENTS if inputs.get(name) is not None}
@@ -100,5 +100,5 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
 
     @when_flat
     def _get_last_hidden_state(self, unwrapped_model, *args, **kwargs):
-        """`(1, N, D)`, of the scored tokens. TRL asks both models; the teacher's states are there from before."""
+        """`(1, N, D)`, of the scored tokens. TRL asks for those of both models; the teacher's are already cached."""
         return self._states(unwrapped_model, torch.is_grad_enabled())

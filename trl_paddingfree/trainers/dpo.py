@@ -30,9 +30,9 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
     """
     TRL's [`~trl.DPOTrainer`], computing real tokens only.
 
-    Same arguments, same losses, metrics and gradients. With `padding_free=True` each micro-batch goes through the model
-    as one flat row without padding, in which prompts shared by chosen and rejected sequences are there once.
-    [`~trl_paddingfree.trainers.base.FlatTrainer`] says what it takes and refuses beside TRL's.
+    Same arguments, same losses, metrics and gradients. With `padding_free=True`, the model computes each micro-batch as
+    one flat row without padding, in which prompts shared by chosen and rejected sequences appear once.
+    See [`~trl_paddingfree.trainers.base.FlatTrainer`] for what it accepts and refuses.
 
     >>> from datasets import Dataset
     >>> from peft import LoraConfig
@@ -54,7 +54,7 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
     takes_sequence_parallel = True
 
     def coupled_by(self) -> list[str]:
-        coupled = {"aot", "aot_unpaired", "sft"}  # two sort a micro-batch, and one is a mean over its tokens
+        coupled = {"aot", "aot_unpaired", "sft"}  # AOT sorts the micro-batch, SFT is a mean over its tokens
         return [*(f"`loss_type='{name}'`" for name in self.loss_types if name in coupled), *super().coupled_by()]
 
     def part_sizes(self, inputs: Inputs) -> dict[str, int]:

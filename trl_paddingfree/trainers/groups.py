@@ -1,7 +1,7 @@
-"""Groups of processes of which each computes a slice of one flat batch: `sequence_parallel_size`.
+"""Groups of processes that compute one flat batch together, each a slice of it: `sequence_parallel_size`.
 
-All processes of a group get the same examples, and compute the same loss. accelerate and transformers know such groups
-from tensor parallelism: their data loaders give a group the same batches, and `get_tp_size` is its size.
+All processes of a group get the same examples and compute the same loss. To accelerate and transformers, a group looks
+like tensor parallelism: their data loaders give it the same batches, and `get_tp_size` returns its size.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from .configs import Arguments
 
 
 def refuse_ungrouped(trainer_class: Any, size: int, pads: bool, arguments: Arguments) -> None:
-    """Refuse arguments of a trainer that cannot be combined with groups of `size` processes."""
+    """Refuse trainer arguments that cannot be combined with `sequence_parallel_size`, if `size` is above 1."""
     if size == 1:
         return
     config, option = arguments["args"], f"`sequence_parallel_size={size}`"
@@ -48,7 +48,7 @@ def refuse_ungrouped(trainer_class: Any, size: int, pads: bool, arguments: Argum
 
 
 def form_group(accelerator: Any, size: int) -> SequenceGroup:
-    """The group of `size` processes that this process is in, whose data loaders give all of them the same batches."""
+    """Form this process's group of `size` processes, to all of which data loaders then give the same batches."""
     is_fsdp1 = accelerator.distributed_type == "FSDP" and not accelerator.is_fsdp2
     if is_fsdp1 or accelerator.parallelism_config is not None:
         name = "`fsdp_version=1`" if is_fsdp1 else "`parallelism_config`"
@@ -57,19 +57,19 @@ def form_group(accelerator: Any, size: int) -> SequenceGroup:
             "launch with another configuration."
         )
     shape = accelerator.num_processes // size, size
-    # Along these dimensions, accelerate's data loaders give processes different batches, and the same
+    # Along the first dimension, accelerate's data loaders give different batches; along the second, the same
     mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp_replicate", "tp"))
     prepare, gather = accelerator.prepare_data_loader, accelerator.gather
 
     def prepare_with_mesh(*args: Any, **kwargs: Any) -> Any:
-        # Data loaders alone get to see the mesh: engines go on to shard and average over all processes
+        # Only data loaders see the mesh: engines still shard and average over all processes
         with attributes_set([(accelerator.state, "device_mesh", mesh)]):
             return prepare(*args, **kwargs)
 
     def of_one_process(x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(0, (accelerator.num_processes, -1))[::size].flatten(0, 1)  # of each group
+        return x.unflatten(0, (accelerator.num_processes, -1))[::size].flatten(0, 1)  # the first of each group
 
     accelerator.prepare_data_loader = prepare_with_mesh
-    # With one entry per example, what accelerate has added to fill the last batch is cut off as without groups
+    # One entry per example: accelerate cuts off what it added to fill the last batch, as without groups
     accelerator.gather = lambda tensors: recursively_apply(of_one_process, gather(tensors))
     return SequenceGroup(mesh["tp"].get_group(), accelerator.device)

@@ -15,10 +15,10 @@ class PaddingFreeGRPOTrainer(OnlineTrainer, GRPOTrainer):
     """
     TRL's [`~trl.GRPOTrainer`], computing real tokens only.
 
-    Same arguments, same losses, metrics and gradients. With `padding_free=True` each pass of policy and reference over
-    generated completions is one flat row without padding, in which the prompt of a group is there once. Generation is
+    Same arguments, same losses, metrics and gradients. With `padding_free=True`, policy and reference compute each
+    batch of completions as one flat row without padding, in which the prompt of a group appears once. Generation is
     TRL's. `arrange_micro_batches="prefix"` brings the completions of one prompt together.
-    [`~trl_paddingfree.trainers.base.FlatTrainer`] says what it takes and refuses beside TRL's.
+    See [`~trl_paddingfree.trainers.base.FlatTrainer`] for what it accepts and refuses.
 
     >>> from datasets import Dataset
     >>> from trl_paddingfree import PaddingFreeGRPOConfig, PaddingFreeGRPOTrainer
@@ -50,7 +50,7 @@ class PaddingFreeGRPOTrainer(OnlineTrainer, GRPOTrainer):
     def coupled_by(self) -> list[str]:
         args = self.args
         options = {
-            "loss_type": args.loss_type == "bnpo",  # which is a mean over the tokens of the micro-batch
+            "loss_type": args.loss_type == "bnpo",  # a mean over the tokens of the micro-batch
             "top_entropy_quantile": args.top_entropy_quantile < 1,
             "entropy_coef": args.entropy_coef != 0,
             "use_adaptive_entropy": args.use_adaptive_entropy,

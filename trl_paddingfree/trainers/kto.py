@@ -30,10 +30,10 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
     """
     TRL's [`~trl.KTOTrainer`], computing real tokens only.
 
-    Same arguments, same losses, metrics and gradients. With `padding_free=True` the completions of each micro-batch,
-    and the mismatched ones that estimate the KL divergence, go through the model as flat rows of their own without
-    padding, in which prompts that several of them share are there once.
-    [`~trl_paddingfree.trainers.base.FlatTrainer`] says what it takes and refuses beside TRL's.
+    Same arguments, same losses, metrics and gradients. With `padding_free=True`, the model computes the completions of
+    each micro-batch as one flat row without padding, and the mismatched ones, which estimate the KL divergence, as
+    another. A prompt that several completions share appears once in each flat row.
+    See [`~trl_paddingfree.trainers.base.FlatTrainer`] for what it accepts and refuses.
 
     >>> from datasets import Dataset
     >>> from peft import LoraConfig
@@ -55,7 +55,7 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
     differences = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
 
     def coupled_by(self) -> list[str]:
-        # Each loss has the mean divergence of the micro-batch, of prompts with the completions of their neighbours
+        # Each loss uses the micro-batch's mean divergence, estimated on prompts with their neighbors' completions
         return [*([f"`loss_type={self.loss_type!r}`"] if self.calculate_KL else []), *super().coupled_by()]
 
     def part_sizes(self, inputs: Inputs) -> dict[str, int]:
@@ -74,13 +74,13 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
         refuse_unread(dataset, dataset_name, "KTO", ("prompt", "completion", "label"), ("chosen", "rejected"))
         prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
-        per_row = 2 if {"chosen", "rejected"} <= {*column_names(dataset)} else 1  # TRL makes two examples of a pair
+        per_row = 2 if {"chosen", "rejected"} <= {*column_names(dataset)} else 1  # TRL turns a pair into two examples
         log_dropped(dataset_name, dataset, prepared, args.max_length, per_row=per_row)
         return prepared
 
     @when_flat
     def _compute_kl_logps(self, model, batch):
-        # TRL hands `flat_batch` on to the model, also with the mismatched rows: these need the one of their own
+        # TRL passes `flat_batch` to the model with the mismatched rows, too, which need their own
         if self.calculate_KL:
             batch = {**batch, "flat_batch": batch["flat_batch"].companion}
         return super()._compute_kl_logps(model, batch)
@@ -88,7 +88,7 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
     @when_flat
     def compute_ref_log_probs(self, model, inputs):
         self.flat.prove(self, model)
-        # TRL calls the model on the matched rows and then on the mismatched ones, and hands on no `flat_batch` here
+        # Here, TRL calls the model without a `flat_batch`, on the matched rows and then on the mismatched ones
         batch = self.scheduled(inputs)["flat_batch"]
         batches = iter((batch, batch.companion))
         return super().compute_ref_log_probs(lambda **kwargs: model(**kwargs, flat_batch=next(batches)), inputs)

@@ -1,4 +1,4 @@
-"""The base of the trainers that generate their own rows, which become flat where the model is called."""
+"""Base of the trainers that generate their own rows, which become flat when the model is called."""
 
 import math
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from .configs import Arguments
 from .refusals import refuse_to_move, refuse_untried_images
 from .runtime import when_flat
 
-# What tasks that generate have in common. Each gives it its name, and GRPO, the first, also the columns it is found by
+# What tasks that generate share. Each adds its name; GRPO, the first, also the columns by which data is recognized
 PROMPTS = Task(
     name="prompts",
     unit="prompts",
@@ -47,25 +47,25 @@ class OnlineTrainer(FlatTrainer):
     """
     Base of the trainers that generate completions and score them in several passes.
 
-    Their batches come from no collator: the passes of policy, old policy and reference become flat where each model is
-    called, under whatever wrappers. Generation is untouched. The loss of a micro-batch is TRL's, over all its rows:
-    what does not fit into a budget is computed in slices beneath it.
+    There is no collator: rows become flat when policy, old policy and reference are called, whatever wraps these
+    models. Generation is untouched. The loss of a micro-batch is TRL's, over all its rows: if they do not fit into a
+    budget, the model computes them in slices beneath it.
 
     >>> from trl_paddingfree import PaddingFreeGRPOTrainer
     >>> [base.__name__ for base in PaddingFreeGRPOTrainer.__bases__]
     ['OnlineTrainer', 'GRPOTrainer']
     """
 
-    # What TRL's trainers set
+    # Set by TRL's trainers
     pad_to_multiple_of: Any = None
     max_completion_length: int | None
     environment_factories: Any = None
     _tokenize_prompts: Callable[..., tuple[list[list[int]], ...]]
     _buffered_inputs: Any
     _step: int
-    _rules: VisionRules  # of the models, if rows may have images
-    _known: WeakTensorKeyDictionary  # the `GeneratedImages` of passes so far, by their `pixel_values`
-    _generated: Inputs | None = None  # under a budget, the rows of the last pass, for one that is computed again
+    _rules: VisionRules  # how the models treat images, if rows may have any
+    _known: WeakTensorKeyDictionary  # the `GeneratedImages` of earlier passes, by `pixel_values`
+    _generated: Inputs | None = None  # under a budget, the rows of the last pass, for a retry
     sample_unit = "completions"
 
     def refuse_arguments(self, arguments: Arguments) -> None:
@@ -80,7 +80,7 @@ class OnlineTrainer(FlatTrainer):
     # --- images -----------------------------------------------------------------------------------------------------
 
     def images_to_try(self) -> ImageProbe | None:
-        """The first prompts with images, or made-up ones if only tools or environments give any; `None` for text."""
+        """The first prompts with images, or made-up ones if only tools or environments add any; `None` for text."""
         data, processor = self.train_dataset, self.processing_class
         in_column = has_images(data)
         if not isinstance(processor, ProcessorMixin) or not (in_column or takes_images(self.flat_base(self.model))):
@@ -108,7 +108,7 @@ class OnlineTrainer(FlatTrainer):
         return probe
 
     def images_of(self, inputs: Inputs) -> GeneratedImages | None:
-        """The images among the `inputs` of a pass, which gives them to its rows one after another."""
+        """The images among the `inputs` of a pass; each call of the model takes those of its rows."""
         if (pixels := inputs.get("pixel_values")) is None:
             return None
         if self.flat.check.images is None:
@@ -117,7 +117,7 @@ class OnlineTrainer(FlatTrainer):
                 f"first prompts of the train data have none, and {type(self).__name__} has no tools or environments "
                 "that return any that the model can compute. Shuffle the data, or set `padding_free=False`."
             )
-        if pixels not in self._known:  # policy, reference and all iterations have the same ones
+        if pixels not in self._known:  # policy, reference and all iterations share them
             self._known[pixels] = GeneratedImages.of(inputs)
         return copy(self._known[pixels])
 
@@ -131,8 +131,8 @@ class OnlineTrainer(FlatTrainer):
         images: GeneratedImages | None = None,
     ) -> FlatBatch:
         """
-        The flat batch of `(R, L)` rows with prompts padded on the left and completions on the right, scheduled for its
-        pass, which trains if gradients are enabled. `images` are those of the rows that come next.
+        Flatten `(R, L)` rows, with prompts padded on the left and completions on the right, and schedule their pass,
+        which trains if gradients are enabled. The rows take the next of `images`.
         """
         make = partial(
             FlatBatch.from_padded,
@@ -152,7 +152,7 @@ class OnlineTrainer(FlatTrainer):
 
     @when_flat
     def compute_loss(self, *args, **kwargs):
-        with ExitStack() as passes:  # losses of one's own may call the models themselves
+        with ExitStack() as passes:  # user-defined losses may call the models themselves
             for flat_model in self.flat.models:
                 passes.enter_context(flat_model.flattening(self.flatten))
             return super().compute_loss(*args, **kwargs)
@@ -176,8 +176,8 @@ class OnlineTrainer(FlatTrainer):
     # --- budgets ----------------------------------------------------------------------------------------------------
 
     def refuse_small_budget(self, planner: MemoryPlanner) -> None:
-        """Refuse a budget that a micro-batch does not fit into, should all its rows be as long as they may."""
-        if self.max_completion_length is None or self.flat.check.images is not None:  # tokens of images are not known
+        """Refuse a budget that a micro-batch does not fit into if all its rows have the maximum length."""
+        if self.max_completion_length is None or self.flat.check.images is not None:  # image tokens are unknown
             return
         prompt, completion = self.longest_prompt(), self.max_completion_length
         name = f"a prompt of {prompt} tokens with a completion of `max_completion_length={completion}`"
@@ -186,9 +186,9 @@ class OnlineTrainer(FlatTrainer):
         if planner.needs is None:
             return
         number = self.args.per_device_train_batch_size
-        rows = [[0] * prompt + [i + 1] * completion for i in range(number)]  # which have the prompt in common
+        rows = [[0] * prompt + [i + 1] * completion for i in range(number)]  # all with one prompt
         labels = [[IGNORE_INDEX] * prompt + row[prompt:] for row in rows]
-        # Refused if not even rows of one prompt fit; named is the budget for rows of as many prompts
+        # Refused if not even rows of one prompt fit; the error names the budget for rows with a prompt each
         best = FlatBatch.from_rows(rows, labels, prefix_sharing=self.flat.trained.route.prefix_sharing)
         if planner.least_bytes(best) > planner.budget:
             worst = FlatBatch.from_rows(rows, labels, prefix_sharing=False)
@@ -196,7 +196,7 @@ class OnlineTrainer(FlatTrainer):
             raise planner.too_small_for(worst, named, "`max_completion_length`")
 
     def longest_prompt(self) -> int:
-        """Tokens of the prompt with the most characters, 1 if none is known yet."""
+        """Tokens of the prompt with the most characters; 1 if no prompt is known yet."""
         data = self.train_dataset
         if not isinstance(data, Dataset) or "prompt" not in data.column_names or self.environment_factories:
             return 1
@@ -220,7 +220,7 @@ class OnlineTrainer(FlatTrainer):
 
     @property
     def steps_per_generation(self) -> int:
-        """Micro-batches whose rows are generated together."""
+        """How many micro-batches are generated together."""
         return self.args.steps_per_generation
 
     @when_flat
@@ -238,5 +238,5 @@ class OnlineTrainer(FlatTrainer):
             inputs = self._buffered_inputs[self._step % number]
         if steps is not None:
             self._generated = inputs
-            steps.remember()  # from here on: what generation has changed is not put back
+            steps.remember()  # only now: a retry must not undo generation
         return inputs

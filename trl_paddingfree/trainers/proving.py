@@ -30,11 +30,11 @@ from .configs import PaddingFreeOptions
 
 logger = logging.get_logger(__name__)
 
-Models: TypeAlias = Sequence[torch.nn.Module]  # the trained one first, under whatever wrappers
+Models: TypeAlias = Sequence[torch.nn.Module]  # the trained one first, wrapped or not
 
-# Seconds after which the check says what it does
+# Seconds after which the check reports its progress
 _PATIENCE = 2.0
-# What a process gathers in place of its verdict, 0 or 1, if its check has raised an error
+# Gathered in place of a verdict, 0 or 1, from a process whose check has raised an error
 _ERROR = -1
 
 
@@ -45,7 +45,7 @@ class _FailedElsewhereError(UnprovenModelError):
 def _sharing_together(
     prove_one: Callable[[torch.nn.Module, Route], CheckResult], models: Models, routes: Sequence[Route]
 ) -> list[CheckResult]:
-    """What `prove_one` finds on each model, by its route: all share prefixes, or none does."""
+    """Run `prove_one` on each model with its route, so that either all models share prefixes or none does."""
     results = list(map(prove_one, models, routes))
     if len({result.prefix_sharing for result in results}) > 1:
         results = list(map(prove_one, models, (route.without_sharing() for route in routes)))
@@ -55,8 +55,8 @@ def _sharing_together(
 @dataclass
 class StartUpCheck:
     """
-    Chooses and proves the routes of a trainer's models by its `options`, its `accelerator` (device, precision, engine)
-    and its `args` (whether training recomputes). `images` are examples to try, `None` if the data has text only.
+    Chooses and proves the routes of a trainer's models, given its `options`, `accelerator` (device, precision, engine)
+    and `args` (whether training recomputes). `images` are examples to try, `None` if the data is text only.
     """
 
     accelerator: Accelerator
@@ -65,7 +65,7 @@ class StartUpCheck:
     images: ImageProbe | None = None
     group: SequenceGroup | None = None  # the processes that compute slices of a batch with this one
     trained: PreTrainedModel | None = None  # the only model that needs gradients
-    # Models whose weights an engine has yet to place, the trained one among them: each is proven when first called
+    # Models whose weights an engine has yet to place, including the trained one: each is proven when first called
     unproven: list[PreTrainedModel] = field(default_factory=list)
 
     def _say(self, message: str) -> None:
@@ -73,13 +73,13 @@ class StartUpCheck:
             logger.warning(message)
 
     def in_precision(self) -> AbstractContextManager:
-        """The context in which a trainer calls its models: autocast. FSDP2 casts weights and inputs in its place."""
+        """The context in which a trainer calls its models: autocast, unless FSDP2 casts weights and inputs."""
         return nullcontext() if self.accelerator.is_fsdp2 else self.accelerator.autocast()
 
     def install(self, models: Models) -> list[FlatModel]:
         """
-        Have models, the trained one first, compute flat batches: by routes that are proven or, if an engine has yet to
-        place weights, by the first choices.
+        Have `models`, the trained one first, compute flat batches: by proven routes or, if an engine has yet to place
+        weights, by the routes of first choice.
         """
         bases = list(map(self._base, models))
         self.trained = bases[0]
@@ -117,7 +117,7 @@ class StartUpCheck:
         return route
 
     def prove_all(self, models: Models) -> Route:
-        """Prove all models, and give the route of the first. If one cannot share prefixes, none does."""
+        """Prove all models, and return the route of the first. If one cannot share prefixes, none does."""
         start = time.perf_counter()
         self.progress = Progress(lambda doing: self._say(f"The start-up check runs. {doing}."))
         with self.progress.after(_PATIENCE), self._failing_together(models):
@@ -134,8 +134,8 @@ class StartUpCheck:
 
     def prove_slices(self, models: Models, is_compiled: bool = False) -> None:
         """
-        Prove that models which may compute batches in slices get the results of whole ones; or, if their layers are
-        compiled, those of eager ones.
+        Prove that models that may compute batches in slices get the same results as on whole ones or, if
+        `is_compiled`, that compiled layers get the same results as eager ones.
         """
         for model in models:
             base = self._base(model)
@@ -152,7 +152,7 @@ class StartUpCheck:
                 self._say(f"{what}: {verdict} ({result}).")
 
     def _results_of(self, models: Models) -> list[CheckResult]:
-        """What the check finds on each model, all with shared prefixes or none."""
+        """The results of the check, one per model: all with shared prefixes, or none."""
         bases = list(map(self._base, models))
         routes = list(map(self.first_route, bases))
         for base, route in zip(bases, routes, strict=True):
@@ -165,8 +165,8 @@ class StartUpCheck:
     def _prove(self, model: torch.nn.Module, route: Route) -> CheckResult:
         base = self._base(model)
         trains = base is self.trained
-        if (flat := vars(base).get(ATTRIBUTE)) is not None:  # not by `FlatModel.of`: TRL may have put on another head
-            flat.group = None  # a trainer before may have left its group
+        if (flat := vars(base).get(ATTRIBUTE)) is not None:  # not by `FlatModel.of`: TRL may have added another head
+            flat.group = None  # an earlier trainer may have left its group
         if self.group is not None:
             self._installed(base, route)
         with self.in_precision(), self._checkpointing(base):
@@ -186,14 +186,14 @@ class StartUpCheck:
         return result
 
     def _checkpointing(self, base: PreTrainedModel) -> AbstractContextManager:
-        """The context in which `base` recomputes activations if training will, which turns that on when it starts."""
+        """The context in which `base` recomputes activations if training will: it turns that on only when it starts."""
         trains = any(parameter.requires_grad for parameter in base.parameters())
         if not (trains and self.args.gradient_checkpointing and base.supports_gradient_checkpointing):
             return nullcontext()
         return upstream.checkpointing(base, vars(self.args)["gradient_checkpointing_kwargs"])
 
     def _why_no_gradients(self, model: torch.nn.Module) -> str:
-        """Why an engine computes no gradients of a model before training; empty if it does, or if there is none."""
+        """Why an engine cannot compute gradients of a model before training; empty if it can, or without an engine."""
         engine = self.accelerator.distributed_type
         if engine == DistributedType.DEEPSPEED and self.accelerator.unwrap_model(model) is not model:
             return "DeepSpeed computes whole backward passes only"
@@ -202,7 +202,7 @@ class StartUpCheck:
         return ""
 
     def _prove_images(self, models: Models, images: ImageProbe, results: list[CheckResult]) -> list[CheckResult]:
-        """The `results` on text, changed by what the check finds on images: all models share prefixes, or none does."""
+        """Check images, and update the `results` on text: either all models share prefixes or none does."""
         trained = self._base(models[0])
         name = type(trained).__name__
         if not images.names:
@@ -225,7 +225,7 @@ class StartUpCheck:
                 with_images = _sharing_together(prove_one, models, [result.route for result in results])
         except OthersWaitError:
             raise
-        except Exception as error:  # made-up images stand for some that may never come: a run on text goes on
+        except Exception as error:  # made-up images stand in for some that may never come: text still trains
             if not is_made_up:
                 raise
             self.images = None
@@ -233,7 +233,7 @@ class StartUpCheck:
             return results
         if results[0].prefix_sharing > with_images[0].prefix_sharing:
             self._say(f"{name} trains without shared prefixes: with the images of this data, they are inexact.")
-        # Gradients are compared on text: again, where images have changed the route
+        # Gradients are compared on text: once more if images have changed the route
         gradients = [
             (text if text.route == image.route else self._prove(model, image.route)).gradients
             for model, text, image in zip(models, results, with_images, strict=True)
@@ -244,7 +244,7 @@ class StartUpCheck:
 
     @contextmanager
     def _naming_max_length(self) -> Iterator[None]:
-        """Within this context, an error over an image that may be cut names `max_length`, as TRL does in training."""
+        """Within this context, an error about an image that may be cut names `max_length`, as in TRL's training."""
         try:
             yield
         except ValueError as error:
@@ -269,7 +269,7 @@ class StartUpCheck:
 
     @contextmanager
     def _failing_together(self, models: Models) -> Iterator[None]:
-        """Within this context, an error on one process ends all, which would otherwise wait for its verdict."""
+        """Within this context, an error on one process ends all: the others would wait for its verdict forever."""
         try:
             yield
             self._all_agree(True)

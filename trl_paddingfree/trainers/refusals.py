@@ -27,7 +27,7 @@ logger = logging.get_logger(__name__)
 
 
 def refuse_unflattenable(arguments: Arguments, collator: type) -> None:
-    """Refuse trainer arguments that cannot be combined with flat batches, which `collator`, a class, gives."""
+    """Refuse trainer arguments that rule out flat batches. `collator` is the class that makes them."""
     config, model, peft_config = arguments["args"], arguments["model"], arguments.get("peft_config")
     if reason := why_padded_by(model.active_peft_config if isinstance(model, PeftModel) else peft_config):
         raise ValueError(f"{reason}, or set `padding_free=False`.")
@@ -43,7 +43,7 @@ def refuse_unflattenable(arguments: Arguments, collator: type) -> None:
             refuse_bad_tokens(dataset, name)
     if arguments.get("data_collator") is None:
         _refuse_missing_pad_token(arguments.get("processing_class"), config)
-    # With a stream, TRL itself speaks of `dispatch_batches`
+    # With a stream, TRL itself handles `dispatch_batches`
     is_stream = isinstance(arguments.get("train_dataset"), IterableDataset)
     for option in ("split_batches",) if is_stream else ("dispatch_batches", "split_batches"):
         if vars(config.accelerator_config)[option]:
@@ -59,7 +59,7 @@ def refuse_unflattenable(arguments: Arguments, collator: type) -> None:
 
 
 def _refuse_foreign_collator(data_collator: object, collator: type) -> None:
-    """TRL's own collator is taken over. A subclass of it may do anything, a subclass of ours gives flat batches."""
+    """Refuse collators other than TRL's own, which is replaced, and subclasses of ours, which make flat batches."""
     if data_collator is None or isinstance(data_collator, collator) or type(data_collator) in collator.__bases__:
         return
     is_exported = collator.__module__.startswith("trl_paddingfree.data.collate")
@@ -101,12 +101,12 @@ def _refuse_missing_pad_token(processing_class: object, config: TrainingArgument
 
 
 def warn_of_dropout(model: PreTrainedModel, config: TrainingArguments) -> None:
-    """Warn that a model draws dropout which was to be disabled: padded and flat runs then draw different masks."""
+    """Warn of dropout that `disable_dropout` does not reach: padded and flat runs then draw different masks."""
     if not vars(config).get("disable_dropout"):  # TRL's configuration for SFT has none
         return
     options = vars(model.config.get_text_config())
     for name, value in architecture.functional_dropout(model).items():
-        # A layer may call it otherwise than the configuration: `attention_dropout` of GPT-J is `attn_pdrop`
+        # A layer's name for it may differ from the configuration's: `attention_dropout` of GPT-J is `attn_pdrop`
         alike = [option for option in options if "drop" in option and options[option] == value]
         words = f"`{name}`" if name in options or not alike else " or ".join(f"`{option}`" for option in alike)
         logger.warning(
@@ -118,8 +118,8 @@ def warn_of_dropout(model: PreTrainedModel, config: TrainingArguments) -> None:
 
 def warn_of_padding(trainer_class: Any, config: TrainingArguments) -> None:
     """
-    Warn that a trainer pads because one of TRL's configurations has `padding_free=False`, its default; or, if it is one
-    of ours, which options do nothing because of it.
+    Warn that a trainer pads because TRL's configuration has `padding_free=False`, its default. With one of ours, name
+    the options that then have no effect.
     """
     name = type(config).__name__
     does = "packs" if vars(config).get("packing") else "pads"
@@ -130,7 +130,7 @@ def warn_of_padding(trainer_class: Any, config: TrainingArguments) -> None:
             f"`{name}(padding_free=True)`, or use {trainer_class.config_class.__name__}."
         )
         return
-    always = ("padding_free", "prefix_sharing")  # the one that is `False`, and one whose default is the trainer's
+    always = ("padding_free", "prefix_sharing")  # the first is `False`, and the second's default depends on the trainer
     idle = [
         f"`{option.name}={value!r}`"
         for option in fields(PaddingFreeOptions)
@@ -143,7 +143,7 @@ def warn_of_padding(trainer_class: Any, config: TrainingArguments) -> None:
 
 
 def warn_of_precision(in_force: str, config: TrainingArguments) -> None:
-    """Warn that training runs in the precision of `accelerate launch`, and the configuration names another."""
+    """Warn if `accelerate launch` overrides the precision that the configuration asks for."""
     asked = "bf16" if config.bf16 else "fp16" if config.fp16 else "no"
     if in_force != asked:
         logger.warning(
@@ -154,7 +154,7 @@ def warn_of_precision(in_force: str, config: TrainingArguments) -> None:
 
 
 def refuse_beside_budget(options: PaddingFreeOptions, config: TrainingArguments) -> None:
-    """Refuse optimizers that step within a backward pass and, beside `memory_budget`, what decides on activations."""
+    """Refuse optimizers that step in the backward pass and, with `memory_budget`, options that govern activations."""
     if not options.has_budget:
         return
     optim = OptimizerNames(config.optim).value
@@ -187,8 +187,8 @@ def refuse_beside_budget(options: PaddingFreeOptions, config: TrainingArguments)
 
 def refuse_lost_router_loss(options: PaddingFreeOptions, config: TrainingArguments, reasons: list[str]) -> None:
     """
-    Refuse reentrant checkpoints beside a budget, for `reasons`: options under which routers have a loss. Such a
-    checkpoint loses the gradients of router logits, and the budget decides which layers are checkpoints.
+    Refuse reentrant checkpoints under a budget if routers have a loss: `reasons` are the options that give them one.
+    Such checkpoints lose the gradients of router logits, and the budget decides which layers are checkpointed.
     """
     if options.has_budget and upstream.is_reentrant(config) and reasons:
         raise ValueError(
@@ -199,7 +199,7 @@ def refuse_lost_router_loss(options: PaddingFreeOptions, config: TrainingArgumen
 
 
 def refuse_lost_gradients(deepspeed_plugin: DeepSpeedPlugin | None, config: TrainingArguments) -> None:
-    """Refuse ZeRO-2 with an offloaded optimizer: without accumulation, it keeps gradients of the last part only."""
+    """Refuse ZeRO-2 with an offloaded optimizer: without accumulation, it keeps only the last part's gradients."""
     if deepspeed_plugin is None or deepspeed_plugin.zero_stage != 2 or config.gradient_accumulation_steps > 1:
         return
     offload = deepspeed_plugin.deepspeed_config["zero_optimization"].get("offload_optimizer") or {}
@@ -241,7 +241,7 @@ def refuse_to_look_ahead(options: PaddingFreeOptions, train_dataset: AnyDataset,
 
 
 def refuse_untried_images(dataset: AnyDataset) -> None:
-    """Refuse a stream, of whose first examples none has an image for the start-up check. Other data was searched."""
+    """Refuse streams and transforms whose first examples have no image to check. Other data was searched whole."""
     if not has_known_lengths(dataset):
         raise ValueError(
             "The first examples of the train data have no images, so that the model's images cannot be tried: "
@@ -250,7 +250,7 @@ def refuse_untried_images(dataset: AnyDataset) -> None:
 
 
 def refuse_images(arguments: Arguments) -> None:
-    """Refuse data with images, for a trainer that does not compute them from a flat row."""
+    """Refuse data with images for a trainer that trains on text only."""
     for _, dataset in given_datasets(arguments):
         if names := [name for name in column_names(dataset) if name in ("image", "images")]:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The trainers by their task, from which commands choose."""
+"""The trainers by task, from which the commands choose."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from ..versions import naming_versions
 with naming_versions():
     from . import distillation, dpo, grpo, kto, reward, rloo, sft
 
-# Data is that of the first task whose columns it has
+# In this order: data belongs to the first task whose columns it has
 TRAINERS: dict[str, Any] = {
     "dpo": dpo.PaddingFreeDPOTrainer,
     "kto": kto.PaddingFreeKTOTrainer,

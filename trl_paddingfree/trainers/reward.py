@@ -17,7 +17,7 @@ from .runtime import when_flat
 REWARD = Task(
     name="reward",
     unit="pairs",
-    found_by=(),  # pairs are found as data of DPO, which wastes and saves the same
+    found_by=(),  # pairs are recognized as DPO's, which wastes and saves as much
     sequences=(("chosen_ids",), ("rejected_ids",)),
     reads=("chosen", "rejected", "margin", "chosen_input_ids", "rejected_input_ids"),
     collator=RewardCollator,
@@ -29,9 +29,9 @@ class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
     """
     TRL's [`~trl.RewardTrainer`], computing real tokens only.
 
-    Same arguments, same losses, metrics and gradients. With `padding_free=True` each micro-batch goes through the model
-    as one flat row without padding, in which the prompt of a pair is there once, and the head reads the last token of
-    each sequence. [`~trl_paddingfree.trainers.base.FlatTrainer`] says what it takes and refuses beside TRL's.
+    Same arguments, same losses, metrics and gradients. With `padding_free=True`, the model computes each micro-batch as
+    one flat row without padding, in which the prompt of a pair appears once, and the head reads the last token of each
+    sequence. See [`~trl_paddingfree.trainers.base.FlatTrainer`] for what it accepts and refuses.
 
     >>> from datasets import Dataset
     >>> from transformers import AutoModelForSequenceClassification

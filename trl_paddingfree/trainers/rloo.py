@@ -12,10 +12,10 @@ class PaddingFreeRLOOTrainer(OnlineTrainer, RLOOTrainer):
     """
     TRL's [`~trl.RLOOTrainer`], computing real tokens only.
 
-    Same arguments, same losses, metrics and gradients. With `padding_free=True` each pass of policy and reference over
-    generated completions is one flat row without padding, in which the prompt of a group is there once. Generation is
+    Same arguments, same losses, metrics and gradients. With `padding_free=True`, policy and reference compute each
+    batch of completions as one flat row without padding, in which the prompt of a group appears once. Generation is
     TRL's. `arrange_micro_batches="prefix"` brings the completions of one prompt together.
-    [`~trl_paddingfree.trainers.base.FlatTrainer`] says what it takes and refuses beside TRL's.
+    See [`~trl_paddingfree.trainers.base.FlatTrainer`] for what it accepts and refuses.
 
     >>> from datasets import Dataset
     >>> from peft import LoraConfig

@@ -1,4 +1,4 @@
-"""What this package keeps for one trainer, and how its overrides stand aside while the trainer pads."""
+"""What this package keeps for one trainer, and the decorator that skips its overrides while the trainer pads."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -36,22 +36,22 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 @dataclass
 class Runtime:
-    """What this package keeps for one trainer. Only the first three are there before TRL's `__init__` has run."""
+    """What this package keeps for one trainer. Only the first three fields are set before TRL's `__init__` runs."""
 
     options: PaddingFreeOptions
-    pads: bool = False  # whether the trainer pads as TRL's does; then nothing but the counts is ever set
+    pads: bool = False  # whether the trainer pads as TRL's does: then no model is flat
     counts: TokenCounts = field(default_factory=TokenCounts)
     compiler: CompilerOptions | None = None  # how layers are compiled; `None`: they are not
-    group: SequenceGroup | None = None  # the processes that compute shards of a batch with this one
+    group: SequenceGroup | None = None  # the processes that compute slices of a batch with this one
     check: StartUpCheck = field(init=False)
-    models: list[FlatModel] = field(default_factory=list)  # the one that is trained first
+    models: list[FlatModel] = field(default_factory=list)  # the trained one first
     trained: FlatModel = field(init=False)  # the first of `models`
     peak_memory: PeakMemory = field(init=False)
-    planner: MemoryPlanner | None = None  # schedules passes within budgets; `None` without one, and before the weights
+    planner: MemoryPlanner | None = None  # schedules passes within budgets; `None` without one, and until `plan`
     steps: TrainingSteps | None = None  # training steps within budgets
-    sampler: StepSampler | None = None  # the order of training, if `arrange_micro_batches` makes one
+    sampler: StepSampler | None = None  # the order of examples, if `arrange_micro_batches` is set
     is_planned: bool = False  # whether `planner` is settled: made, or not needed
-    resumed_from: str | None = None  # the checkpoint that training goes on from
+    resumed_from: str | None = None  # the checkpoint that training resumed from
 
     @property
     def route(self) -> Route | None:
@@ -92,7 +92,7 @@ class Runtime:
             )
 
     def rotary_limits(self) -> dict[str, int]:
-        """By kind of rotary frequencies: the length from which on those of a model depend on the longest row."""
+        """By `rope_type`: the row length from which rotary frequencies of a model depend on the longest row."""
         return architecture.rotary_limits(*self._text_configs())
 
     def reach_of(self, batch: FlatBatch) -> int | None:
@@ -104,26 +104,26 @@ class Runtime:
 
     @property
     def highest_peak(self) -> int:
-        """Most bytes in use so far; the most of any process of the group."""
+        """Peak bytes in use so far, the highest of any process of the group."""
         highest = self.peak_memory.highest
         return highest if self.group is None else int(self.group.largest([highest])[0])
 
     def plan_if_placed(self, trainer: "FlatTrainer") -> None:
-        """Plan for the budgets before training, if the models have all of their weights by now."""
+        """Plan for the budgets before training, if the models already have all of their weights."""
         if not self.check.unproven and not is_sharded(trainer.accelerator):
             self.plan(trainer, trainer.model)
 
     def plan(self, trainer: "FlatTrainer", model: torch.nn.Module) -> None:
         """
-        Plan for the budgets of a `trainer`, prove slices of its `model`, which has its weights, and refuse a budget
-        that an example does not fit into. Does nothing if called again.
+        Plan for the budgets of a `trainer`, prove slices of its `model`, which must have its weights, and refuse a
+        budget that an example does not fit into. Does nothing if called again.
         """
         if self.is_planned:
             return
         if not self.options.has_budget:
             self.is_planned = True
             return
-        if vars(trainer).get("is_distributed_loading_by_transformers"):  # not all versions of transformers do that
+        if vars(trainer).get("is_distributed_loading_by_transformers"):  # not in all versions of transformers
             raise ValueError(
                 "`distributed_config` shards the model as it is loaded, and budgets know of accelerate's engines only: "
                 "leave `memory_budget` and `max_tokens_per_micro_batch` out, or shard with FSDP2 of accelerate."
@@ -132,9 +132,9 @@ class Runtime:
         self.check.prove_slices([model, *trainer.flat_models()[1:]])
         if self.resumed_from is not None:
             planner.restore(self.resumed_from, trainer.args.process_index)
-        if not planner.has_shrunk:  # else its limit is smaller than the one by which the data was measured before
+        if not planner.has_shrunk:  # if it has, its limit is below the one that the data was checked against
             trainer.refuse_small_budget(planner)
-        # All at once, and last: after an error on the way, the next step plans again
+        # All at once, and last: after an error above, the next step plans again
         self.planner, self.steps, self.is_planned = planner, TrainingSteps(trainer, planner), True
 
     def _make_planner(self, trainer: "FlatTrainer") -> MemoryPlanner:
@@ -156,7 +156,7 @@ class Runtime:
             )
 
     def _images_in_memory(self) -> list[dict[str, Any]]:
-        """Arguments of calls with different numbers of images, from which the planner learns what one needs."""
+        """Arguments of calls with different numbers of images, from which the planner infers the memory of one."""
         images = self.check.images
         if images is not None and not images.names:
             raise ValueError(
@@ -168,7 +168,7 @@ class Runtime:
 
 def when_flat(method: Method) -> Method:
     """
-    Decorate an override of one of TRL's methods: while the trainer pads, TRL's own is called in its place.
+    Decorator for overrides of TRL's methods: while the trainer pads, TRL's own method is called instead.
 
     >>> from types import SimpleNamespace
     >>> from trl_paddingfree import when_flat

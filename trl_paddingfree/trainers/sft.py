@@ -35,9 +35,9 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
     """
     TRL's [`~trl.SFTTrainer`], computing real tokens only.
 
-    Same arguments, same losses, metrics and gradients as TRL with padding. With `padding_free=True` each micro-batch
-    goes through the model as one flat row without padding, `max_length` is enforced, and packed documents never see
-    each other. [`~trl_paddingfree.trainers.base.FlatTrainer`] says what it takes and refuses beside TRL's.
+    Same arguments, same losses, metrics and gradients as TRL with padding. With `padding_free=True`, the model computes
+    each micro-batch as one flat row without padding, `max_length` is enforced, and packed documents never see each
+    other. See [`~trl_paddingfree.trainers.base.FlatTrainer`] for what it accepts and refuses.
 
     >>> from datasets import Dataset
     >>> from trl_paddingfree import PaddingFreeSFTConfig, PaddingFreeSFTTrainer
@@ -60,25 +60,25 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
         collator = super()._flat_collator()
         if not isinstance(collator, LanguageModelingCollator):
             return collator
-        return replace(collator, cuts_packed=self.data_collator.padding_free)  # which TRL sets if it packs
+        return replace(collator, cuts_packed=self.data_collator.padding_free)  # TRL sets it if it packs
 
     @property
     def _cuts_packed(self) -> bool:
-        """Whether rows are documents that TRL has packed."""
+        """Whether rows are documents cut out of the rows that TRL packed."""
         return isinstance(self.data_collator, LanguageModelingCollator) and self.data_collator.cuts_packed
 
     def item_lengths(self) -> np.ndarray:
-        """Of packed rows, the lengths of their longest documents, into which a budget divides them."""
+        """For packed rows, the length of each one's longest document: a budget divides rows into documents."""
         if not self._cuts_packed or "seq_lengths" not in self.train_dataset.column_names:
             return super().item_lengths()
         rows = self.train_dataset.with_format(None)["seq_lengths"]
         return np.array([[max(documents)] for documents in rows], dtype=np.int64)
 
     def coupled_by(self) -> list[str]:
-        # How a function of the user's own combines the rows of a micro-batch is not known
+        # A user's own function may combine the rows of a micro-batch in any way
         reasons = [*(["`compute_loss_func`"] if callable(self.compute_loss_func) else []), *super().coupled_by()]
         if (alpha := self.args.neftune_noise_alpha) is not None and self._cuts_packed:
-            reasons.append(f"`neftune_noise_alpha={alpha}` and packing")  # noise has the size of the packed row
+            reasons.append(f"`neftune_noise_alpha={alpha}` and packing")  # noise scales with the packed row's length
         return reasons
 
     def refuse_data(self, datasets: list[tuple[str, AnyDataset]]) -> None:
@@ -113,7 +113,7 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
             return super().compute_loss(model, inputs, *args, **kwargs)
         mask = inputs["attention_mask"].bool()
 
-        def of_packed_row(outputs, labels, **kwargs):  # documents in one row, as in TRL, which scores no first tokens
+        def of_packed_row(outputs, labels, **kwargs):  # documents in one row, as in TRL, which skips first tokens
             outputs.logits = outputs.logits[mask][None]
             labels = torch.cat([torch.full_like(labels[:, :1], IGNORE_INDEX), labels[:, 1:]], 1)
             return function(outputs, labels[mask][None], **kwargs)

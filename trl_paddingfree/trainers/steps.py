@@ -1,8 +1,8 @@
 """A training step under a budget: one loop over the parts of a micro-batch, for all trainers.
 
-Where losses add up, a micro-batch above its budget becomes several parts, which are computed one after another, and
-nothing is computed twice. A part that does not fit even so, and a micro-batch in which the loss of an example depends
-on others, is computed in slices beneath the loss, see [`~trl_paddingfree.model.slices`].
+If losses add up, a micro-batch above its budget is divided into parts that run one after another, and nothing is
+computed twice. A part that still does not fit, or a micro-batch in which the loss of an example depends on others, is
+computed in slices beneath the loss, see [`~trl_paddingfree.model.slices`].
 """
 
 from collections import defaultdict
@@ -26,7 +26,7 @@ from .attempts import Attempt, halve
 
 logger = logging.get_logger(__name__)
 
-# Methods by which losses and metrics exchange figures between processes
+# Methods with which losses and metrics exchange figures between processes
 _COLLECTIVE = ("gather", "gather_for_metrics", "pad_across_processes", "reduce")
 Step = Callable[[Inputs], torch.Tensor]
 
@@ -36,15 +36,15 @@ class Part:
     """A part of a micro-batch, or all of it."""
 
     inputs: Inputs
-    # Over how many items the loss ("loss") and each metric is a mean, by name. All are 0 if the part is computed only
+    # By name, the denominators of the loss ("loss") and of each averaged metric. All are 0 if the part is computed only
     # because other processes compute one; `None` if no process has divided its micro-batch
     sizes: dict[str, int] | None = None
-    weight: float = 1.0  # its loss times this adds up, over all parts, to the loss of the micro-batch
+    weight: float = 1.0  # the weighted losses of all parts add up to the loss of the micro-batch
 
 
 @contextmanager
 def synchronizing(accelerator: Accelerator, model: torch.nn.Module, is_last: bool) -> Iterator[None]:
-    """A context for a part of a micro-batch. Gradients of `model` are synchronized after the last one only."""
+    """A context for a part of a micro-batch: gradients of `model` are synchronized only after the last part."""
     state, sync_gradients = accelerator.gradient_state, accelerator.sync_gradients
     # DeepSpeed reads the flag below, and refuses `no_sync` in some stages. FSDP's `no_sync` keeps unsharded gradients
     is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
@@ -59,9 +59,9 @@ def synchronizing(accelerator: Accelerator, model: torch.nn.Module, is_last: boo
 
 def weigh_last_batch(accelerator: Accelerator, args: Any, inputs: Inputs) -> None:
     """
-    Give the last batch of a stream in evaluation the weight of its rows. accelerate knows them where it dispatches
-    batches, as it does for padded ones unless `args` or a stream in training forbid it, and takes the last one for a
-    whole batch where processes read them themselves.
+    Weight the last batch of an evaluation stream by its number of rows. accelerate knows that number if it dispatches
+    batches, as it does for padded ones unless `args` or a training stream forbid it. If processes read batches
+    themselves, it takes the last one for a full one.
     """
     loader = accelerator.gradient_state.active_dataloader
     is_last = loader is not None and loader.end_of_dataloader and loader.remainder == -1
@@ -77,24 +77,24 @@ def weigh_last_batch(accelerator: Accelerator, args: Any, inputs: Inputs) -> Non
 
 
 class PartMetrics:
-    """TRL's metrics of a micro-batch that runs in parts: sums over those of this process, gathered once at the end."""
+    """TRL's metrics of a micro-batch that runs in parts: summed on this process, and gathered once at the end."""
 
     def __init__(self, trainer: Any):
         self.trainer, self.accelerator = trainer, trainer.accelerator
         self.metrics, self.tokens_before = trainer._metrics["train"], trainer._total_train_tokens
-        # Of each metric: the sum of its values times their sizes, the sum of sizes, and how many parts have logged it
+        # Per metric: the sum of its values times their sizes, the sum of sizes, and how many parts have logged it
         self.sums: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(3))
         self.extremes: dict[str, list[float]] = {name: [] for name in trainer.extremes}
 
     @contextmanager
     def of(self, sizes: dict[str, int]) -> Iterator[None]:
-        """Within this context, TRL logs a part of these `sizes`, and nothing is exchanged between processes."""
+        """Within this context, TRL logs a part of these `sizes`, and processes do not communicate."""
         num_logged = {name: len(values) for name, values in self.metrics.items()}
-        # Processes have different numbers of parts: one would wait for others in vain
+        # Processes have different numbers of parts, so that collectives would hang
         with attributes_set((self.accelerator, name, lambda tensor, *args, **kwargs: tensor) for name in _COLLECTIVE):
             yield
         for name in sizes.keys() - {"loss"}:
-            self.sums[name] += 0  # only other processes may log it, and all have to gather the same names
+            self.sums[name] += 0  # even if only other processes log it: all have to gather the same names
         for name, values in self.metrics.items():
             if len(values) == num_logged.get(name, 0):
                 continue
@@ -102,7 +102,7 @@ class PartMetrics:
             if name in self.extremes:
                 self.extremes[name].append(value)
             elif name in sizes:
-                self.sums[name] += (value * sizes[name] if sizes[name] else 0.0, sizes[name], 1)  # `nan`, over nothing
+                self.sums[name] += (value * sizes[name] if sizes[name] else 0.0, sizes[name], 1)  # `nan` over 0 items
             elif name != "num_tokens" and name not in self.trainer.differences:
                 raise ValueError(
                     f"{type(self.trainer).__name__} logs `{name}`, and how parts of a micro-batch combine it is not "
@@ -135,14 +135,14 @@ class TrainingSteps:
 
     def __init__(self, trainer: Any, planner: MemoryPlanner):
         self.trainer, self.planner = trainer, planner
-        self.part: Part | None = None  # the part that is being computed; `None` if the micro-batch is not divided
-        self.is_weighted = False  # whether the loss of this part has its weight
-        self.attempt: Attempt  # what the pass that is being made changes, as it was before
+        self.part: Part | None = None  # the current part; `None` if the micro-batch is not divided
+        self.is_weighted = False  # whether the loss of this part was weighted
+        self.attempt: Attempt  # the snapshot before the current pass
 
     def run(self, step: Step, parts: Sequence[Part]) -> torch.Tensor:
         """
-        Has TRL's `step` make a forward and a backward pass of each part of a micro-batch, and gives the sum of their
-        losses. Their metrics are logged together. If memory runs out, a part is computed again in smaller slices.
+        Run TRL's `step`, a forward and a backward pass, on each part of a micro-batch, and return the sum of their
+        losses. Their metrics are logged together. If memory runs out, a part is retried in smaller slices.
         """
         metrics = None if parts[0].sizes is None else PartMetrics(self.trainer)
         losses: list[torch.Tensor] = []
@@ -157,12 +157,12 @@ class TrainingSteps:
         return torch.stack(losses).sum()
 
     def remember(self) -> None:
-        """A pass begins: what it changes from here on can be put back. It is yet to be scheduled."""
+        """Begin a pass, which is yet to be scheduled: what it changes from here on can be rolled back."""
         self.planner.current = None
         self.attempt = Attempt(self.trainer)
 
     def _run_pass(self, step: Step, part: Part, metrics: PartMetrics | None, is_last: bool) -> torch.Tensor:
-        """The loss of a part after its passes. Without `metrics` it is a whole micro-batch, whose metrics TRL logs."""
+        """Run a part and return its loss. Without `metrics`, it is a whole micro-batch, whose metrics TRL logs."""
         trainer = self.trainer
         try:
             if metrics is None:
@@ -183,12 +183,12 @@ class TrainingSteps:
             halve(self.planner, error)
         finally:
             self.part = None
-        # Not within `except`: until the error is gone, its frames hold the memory of the pass
+        # Not within `except`: while the error lives, its frames hold the memory of the pass
         self.attempt.undo()
         return self._run_pass(step, part, metrics, is_last)
 
     def weighted(self, loss: torch.Tensor | tuple[torch.Tensor, Any]) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """The loss of the part that is being computed times its weight; with the other outputs, if there are any."""
+        """The loss of the current part times its weight, with the other outputs, if any."""
         assert self.part is not None
         self.is_weighted = True
         return (self.part.weight * loss[0], *loss[1:]) if isinstance(loss, tuple) else self.part.weight * loss

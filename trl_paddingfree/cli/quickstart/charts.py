@@ -12,14 +12,14 @@ from ...data.savings import WasteReport
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Colour-blind safe, from the Okabe-Ito palette
+# Color-blind safe, from the Okabe-Ito palette
 COMPUTED, SHARED, PADDING = "#0072B2", "#56B4E9", "#D9D9D9"
 # More bars than this cannot be told apart
 MOST_BATCHES = 64
 
 
 def figure(size: tuple[float, float] = (11, 4), sharey: bool = False) -> tuple["Figure", np.ndarray]:
-    """A figure with two plots side by side, with one y-axis if they share it. It needs no display."""
+    """A figure with two plots side by side, which share the y-axis if `sharey`. Needs no display."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -41,7 +41,7 @@ def drawn(draw: Callable[[], None], path: str | Path, console: Console) -> None:
 
 
 def plot_waste(report: WasteReport, path: str | Path) -> None:
-    """Draw how long sequences are, and which slots of padded batches are padding, shared or computed."""
+    """Plot the lengths of sequences, and how many slots of padded batches are padding, shared or computed."""
     drawing, (left, right) = figure()
     lengths = np.asarray(report.lengths)
     left.hist(np.minimum(lengths, np.percentile(lengths, 99.5)), bins=50, color=COMPUTED)
@@ -76,7 +76,7 @@ def plot_runs(
     losses: Mapping[str, Sequence[float]], figures: dict[str, dict[str, float]], title: str, path: str | Path
 ) -> None:
     """
-    Draw the losses of two runs into one plot, and beside it bars of their figures, of both runs in the same order,
+    Plot the losses of two runs, and beside them bars of their `figures`, each with both runs in the order of `losses`,
     relative to the first run.
     """
     drawing, (left, right) = figure()

@@ -1,4 +1,4 @@
-"""The runs of the quick start, on a small Llama from scratch or your own model and data, and what it prints of them."""
+"""Runs the quick start, on a small Llama from scratch or your own model and data, and prints the comparison."""
 
 import argparse
 import json
@@ -27,10 +27,10 @@ from .side_by_side import Figures, train_watched
 
 PADDED, OURS = "trl_padded", "padding_free"
 LABELS = {PADDED: "TRL, padded", OURS: "padding-free"}
-# Largest difference of two losses that is still rounding. In float32 a step differs by a few units of 1e-7, and Adam
+# Largest difference between losses that rounding explains. In float32 a step differs by a few units of 1e-7, and Adam
 # lets that grow over the steps; bfloat16 keeps 3 digits of every log-probability, and a loss adds hundreds of them.
 FLOAT32_TOLERANCE, BFLOAT16_TOLERANCE = 2e-3, 0.1
-# Of SFT before DPO
+# Options of the SFT run before DPO
 SFT_OPTIONS = {
     "per_device_train_batch_size": 16,
     "learning_rate": 3e-3,
@@ -38,9 +38,9 @@ SFT_OPTIONS = {
     "gradient_checkpointing": False,
     "lr_scheduler_type": "cosine",
 }
-# How often a model from scratch sees each example. It is too small to generalise, but learns these by heart
+# How often a model from scratch sees each example. It is too small to generalize, but memorizes these
 EPOCHS = 3
-# Differences of memory on the CPU that say nothing, in GiB: the allocator keeps memory of the first run for the second
+# Differences in memory on the CPU that are noise, in GiB: the second run reuses what the allocator kept of the first
 MEMORY_NOISE = 0.1
 
 
@@ -54,7 +54,7 @@ def texts(dataset: Dataset) -> Iterator[str]:
 
 
 def train_all(args: argparse.Namespace, console: Console) -> tuple[str, Any, dict[str, Figures]]:
-    """The task of the data, this package's trainer, and the figures of its run and padded TRL's on the same batches."""
+    """Train both ways on the same batches. Returns the data's task, this package's trainer, and both runs' figures."""
     if args.dataset_name is None:
         data = preference_data(args.seed)
     else:
@@ -83,7 +83,7 @@ def train_all(args: argparse.Namespace, console: Console) -> tuple[str, Any, dic
         options |= {"learning_rate": 2e-4, "gradient_checkpointing": False}
         data = data.select(range(len(data))[: args.steps * args.batch_size // EPOCHS + 1])
     trainers, runs = {}, {}
-    # Ours runs first: if the first run is slower because it warms up, that does not favour this package
+    # Ours runs first: if the first run is slower because it warms up, that does not favor this package
     for name in (OURS, PADDED):
         lora = LoraConfig(task_type="CAUSAL_LM") if args.use_peft else None
         trainers[name], runs[name] = train(task, name, data, options, model=model, peft_config=lora)
@@ -102,10 +102,10 @@ def summarize(task: str, trainer: Any, runs: dict[str, Figures]) -> dict[str, An
         "method": trainer.method,
         "steps": len(losses[OURS]),
         **both,
-        # Other processes on the machine do not change this, while they make a run longer. It does not count GPU time
+        # Other processes on the machine make a run longer, but do not change this. GPU time is not counted
         "core_seconds": both["core_seconds"] if on_cpu else None,
         "tokens_computed": {PADDED: counts.padded, OURS: counts.computed},
-        # Shares of the tokens that padded TRL computes: padding, and those that another row of the batch has, too
+        # Shares of the tokens that padded TRL computes: padding, and those that another row of the batch also has
         "saved_by_padding_free": 1 - counts.real / counts.padded,
         "saved_by_sharing": (counts.real - counts.computed) / counts.padded,
         "memory_noise_gib": MEMORY_NOISE if on_cpu else 0.0,
@@ -145,7 +145,7 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
         ("tokens computed", "tokens_computed", "{:,}", saved),
         ("peak memory", "peak_memory_gib", "{:.2f} GiB", saved if tells_memory(summary) else "too little to tell"),
     ):
-        if summary[key]:  # GPU time is not counted on cores
+        if summary[key]:  # time on cores is `None` on GPUs
             both = summary[key].values()
             rows.append([name, *map(form.format, both), remark(*both) if callable(remark) else remark])
     console.print(table(title, ["", *right(*LABELS.values()), ""], rows))
@@ -158,7 +158,7 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
 
 
 def draw(runs: dict[str, Figures], summary: dict[str, Any], path: Path) -> None:
-    """The losses of every step over each other, and the figures side by side, relative to padded TRL."""
+    """Plot the losses of both runs, and their figures side by side, relative to padded TRL."""
     figures = {"time, s": summary["seconds"], "tokens": summary["tokens_computed"]}
     if tells_memory(summary):
         figures["memory, MiB"] = {name: 1024 * gib for name, gib in summary["peak_memory_gib"].items()}
@@ -167,7 +167,7 @@ def draw(runs: dict[str, Figures], summary: dict[str, Any], path: Path) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the quick start with options of the command line. Exit code 0 if the losses are equal up to rounding."""
+    """Run the quick start with command-line options. Returns 0 if the losses are equal up to rounding, otherwise 1."""
     console, folder = Console(stderr=args.json), Path(args.output_dir)
     if args.model is None:  # a small model and its data are prepared within seconds
         disable_progress_bars()
@@ -176,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
     if not folder.exists():
         folder.mkdir(parents=True)
         (folder / ".gitignore").write_text("*\n")
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):  # before anything is trained for it
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):  # before anything is trained
         raise ValueError(f"`--output_dir {folder}` is not a folder that can be written to: name another.")
     task, trainer, runs = train_all(args, console)
     summary, chart = summarize(task, trainer, runs), folder / "chart.png"

@@ -1,6 +1,6 @@
 """A small model from scratch with a tokenizer of its own, and real text to train it on: nothing to download.
 
-The text is the documentation of Python, which every Python has, as instruction rows and as preference pairs.
+The text is Python's own documentation, which every installation has, as instruction rows and as preference pairs.
 """
 
 import ast
@@ -22,7 +22,7 @@ CHAT_TEMPLATE = (
 )
 # Folders of the standard library that hold tests, applications or other people's packages
 _LEFT_OUT = {"test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo", "site-packages", "dist-packages"}
-# Characters of a docstring that is used: shorter ones ("Return self.") say nothing
+# Fewest characters of a docstring that is used: shorter ones ("Return self.") say nothing
 _SHORTEST = 20
 
 
@@ -36,7 +36,7 @@ def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **sizes: Any) -> LlamaForCausalLM:
-    """A Llama with random weights: about 2 million, unless `sizes` set fields of [`~transformers.LlamaConfig`]."""
+    """A Llama with about 2 million random weights, unless `sizes` sets fields of [`~transformers.LlamaConfig`]."""
     set_seed(seed)
     fields: dict[str, Any] = {
         "vocab_size": len(tokenizer),
@@ -59,8 +59,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **sizes: Any) 
 @cache
 def questions() -> tuple[tuple[str, str], ...]:
     """
-    Questions and answers about Python: about functions and classes of the standard library, with their docstrings, read
-    from source, and about the language, with what `help()` says of it.
+    Questions and answers about Python: on functions and classes of the standard library, answered by their docstrings,
+    read from source, and on the language, answered by the texts of `help()`.
     """
     root, found = Path(sysconfig.get_path("stdlib")), list[tuple[str, str]]()
     for path in sorted(root.rglob("*.py")):
@@ -96,7 +96,7 @@ def instruction_data(seed: int = 0) -> Dataset:
 
 
 def preference_data(seed: int = 0) -> Dataset:
-    """The questions as preference pairs: their own answer against the answer to another question."""
+    """The questions as preference pairs: each one's own answer against the answer to another."""
     pairs = instruction_data(seed).rename_column("completion", "chosen")
     half = len(pairs) // 2  # far apart, so that no answer is preferred in one pair of a sample and rejected in another
     return pairs.add_column("rejected", pairs["chosen"][half:] + pairs["chosen"][:half])

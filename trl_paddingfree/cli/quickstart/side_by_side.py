@@ -19,7 +19,7 @@ from ...memory.device import GIB, has_accelerator
 from ...trainers.registry import TRAINERS
 
 ON_CPU = {"use_cpu": True, "bf16": False, "dataloader_pin_memory": False}
-# Between two readings of memory: the largest tensors of a step live for longer
+# Between two readings of memory: the largest tensors of a step live longer than this
 SAMPLE_SECONDS = 0.002
 
 
@@ -33,7 +33,7 @@ def classes_of(task: str, ours: bool) -> tuple[Any, Any]:
 
 
 def make_trainer(trainer_class: Any, config_class: Any, options: dict[str, Any], **arguments: Any) -> Any:
-    """A trainer, TRL's or ours, with `options` of its configuration, that logs every step, prints and saves nothing."""
+    """A trainer, TRL's or ours, that prints nothing and, unless `options` differ, logs every step and saves nothing."""
     options = {
         "output_dir": tempfile.mkdtemp(prefix="trl_paddingfree_"),
         "logging_steps": 1,
@@ -50,14 +50,14 @@ def make_trainer(trainer_class: Any, config_class: Any, options: dict[str, Any],
 
 @contextmanager
 def watch_memory() -> Iterator[Callable[[], float]]:
-    """Yield a function that says how many GiB more were in use at the peak so far than at the start."""
+    """Yield a function that returns the peak of memory in use so far, in GiB above that at the start."""
     gc.collect()
     if has_accelerator():
         torch.accelerator.reset_peak_memory_stats()
         start = torch.accelerator.memory_allocated()
         yield lambda: (torch.accelerator.max_memory_allocated() - start) / GIB
         return
-    with suppress(AttributeError):  # glibc keeps freed memory, which the run would reuse and seem to need less
+    with suppress(AttributeError):  # glibc keeps freed memory: a run that reused it would seem to need less
         ctypes.CDLL(None).malloc_trim(0)
     process, done = psutil.Process(), threading.Event()
     start = peak = process.memory_info().rss
@@ -93,8 +93,8 @@ def train_watched(
     task: str, ours: bool, console: Console, title: str, options: dict[str, Any], **arguments: Any
 ) -> tuple[Any, Figures]:
     """
-    Train on a task, by this package or by TRL, with a progress bar. Returns the trainer, and of the run the losses of
-    all steps, how long it took, CPU time summed over cores, and GiB at the peak above the level before.
+    Train on a task, by this package or by TRL, with a progress bar. Returns the trainer, and the figures of the run:
+    losses of all steps, its seconds, CPU seconds summed over cores, and peak memory in GiB above that at the start.
     """
     with watch_memory() as memory, Progress(console=console) as progress:
         trainer = make_trainer(*classes_of(task, ours), options, callbacks=[ShowSteps(progress, title)], **arguments)
