@@ -1,4 +1,4 @@
-"""Adapters of PEFT that read more than each token by itself."""
+"""PEFT adapters whose output for a token depends on other tokens."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ from peft import LoraConfig, PeftConfig, PeftModel, PromptLearningConfig
 
 
 def why_padded(modules: Iterable[torch.nn.Module]) -> str:
-    """What an adapter of a model, one of `modules`, needs padded rows for, and what to do; empty if none does."""
+    """Why an adapter on any of `modules` needs padded rows, and what to do instead; empty if none does."""
     for module in modules:
         held = module.peft_config if isinstance(module, PeftModel) else vars(module).get("peft_config", {})
         for config in held.values():
@@ -17,7 +17,7 @@ def why_padded(modules: Iterable[torch.nn.Module]) -> str:
 
 
 def why_padded_by(config: PeftConfig | None) -> str:
-    """The same of an adapter's configuration, if there is any."""
+    """The same for one adapter's configuration; empty for `None`."""
     name = type(config).__name__
     if isinstance(config, PromptLearningConfig):
         return f"{name} puts virtual tokens before every row, which a flat batch cannot hold: use LoRA"

@@ -1,4 +1,4 @@
-"""Models by public names of their layers and configurations: limits, rotary kinds, dropout, layers that recompute."""
+"""What the public names of a model's layers and config tell: limits, RoPE types, dropout, checkpointable layers."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -8,36 +8,36 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-# Rows of token types that a processor gives with `input_ids`: a flat batch replaces them
+# Token-type rows that processors return with `input_ids`; a flat batch replaces them
 TYPE_ROWS = ("token_type_ids", "mm_token_type_ids")
-# Arguments for a cache: by the first name since transformers 5.24
+# Names of the cache argument, the first one since transformers 5.24
 CACHES = ("cache", "past_key_values", "cache_params")
 
 
 def config_value(config: PreTrainedConfig, name: str) -> Any:
-    """An entry of a configuration; `None` if its kind of model has none. It may stand there under another name."""
-    return getattr(config, name, None)  # no class lists all names: `attribute_map`, properties, and what a file adds
+    """An entry of a configuration, possibly an alias; `None` if this type of model has none."""
+    return getattr(config, name, None)  # no class lists all names: there are aliases, properties and extra keys
 
 
 def by_name(forward: Callable, args: Sequence[object], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of `forward` by name, those that are given by their place, too."""
+    """The arguments of a call of `forward` by name, including positional ones."""
     return dict(zip(inspect.signature(forward).parameters, args, strict=False), **kwargs)
 
 
 def wants(config: PreTrainedConfig, arguments: dict[str, Any], name: str) -> bool:
-    """Whether the arguments of a call ask for `name`, or, where they leave it open, the configuration does."""
+    """Whether a call asks for `name`; if its arguments leave it unset, the configuration decides."""
     value = arguments.get(name)
     return bool(config_value(config, name) if value is None else value)
 
 
 def position_limits(model: PreTrainedModel) -> list[int]:
-    """The most positions that a row may have, by every name that transformers has for it in this configuration."""
+    """Maximum number of positions in a row, one entry for each name under which this configuration states it."""
     values = [config_value(model.config.get_text_config(), name) for name in ("max_position_embeddings", "max_seq_len")]
     return [value for value in values if isinstance(value, int) and value > 0]  # XLNet has -1 for no limit
 
 
 def counts_positions_by_mask(model: PreTrainedModel) -> bool:
-    """Whether rows without `position_ids` are counted from their first token, as OPT does it, and not by columns."""
+    """Whether positions, if not given, are counted from the first token of a row (as in OPT), not by column."""
     return any(
         "attention_mask" in inspect.signature(module.forward).parameters
         for module in model.modules()
@@ -46,12 +46,12 @@ def counts_positions_by_mask(model: PreTrainedModel) -> bool:
 
 
 def attention_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules that compute attention: transformers names their classes so."""
+    """The modules that compute attention, recognized by transformers' class names."""
     return [module for module in model.modules() if "Attention" in type(module).__name__]
 
 
 def attention_dropout(model: torch.nn.Module) -> float:
-    """The dropout of attention probabilities in training: layers hold it as a number or a module, by many names."""
+    """Attention dropout in training, the largest of any layer. Layers store it as a float or module, by many names."""
     layers = attention_layers(model)
     held = [(name, value) for layer in layers for name, value in vars(layer).items() if isinstance(value, float)]
     held += [(n, m.p) for layer in layers for n, m in layer.named_children() if isinstance(m, torch.nn.Dropout)]
@@ -59,8 +59,8 @@ def attention_dropout(model: torch.nn.Module) -> float:
 
 
 def beyond_varlen(model: torch.nn.Module) -> list[str]:
-    """What attention layers ask of their kernel that PyTorch's varlen kernel cannot do, except for dropout."""
-    # Layers keep what they give to the kernel as attributes, and as parameters (sinks)
+    """What attention layers need that PyTorch's varlen kernel does not support, apart from dropout."""
+    # Layers keep the kernel's arguments as attributes, or as parameters (sinks)
     held = [{**vars(layer), **dict(layer.named_parameters(recurse=False))} for layer in attention_layers(model)]
     sizes = {values["head_dim"] for values in held if values.get("head_dim") is not None}
     beyond = [f"a head size of {size}" for size in sorted(sizes) if size > 256 or size % 8]
@@ -69,12 +69,12 @@ def beyond_varlen(model: torch.nn.Module) -> list[str]:
 
 
 def rotary_limits(*configs: PreTrainedConfig) -> dict[str, int]:
-    """Kinds of rotary frequencies that follow the longest row of a batch, with the least length from which they do."""
+    """RoPE types whose frequencies depend on the longest row of a batch, each with the length from which they do."""
     limits: dict[str, int] = {}
     for config in configs:
         parameters = config_value(config, "rope_parameters") or {}
-        kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]  # of kinds of layers
-        for kind in kinds:  # of these, transformers makes the frequencies in each forward, from the largest position
+        kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]  # per layer type
+        for kind in kinds:  # the two below are recomputed in each forward, from the largest position
             name = str(kind.get("rope_type"))
             if name == "longrope":
                 length = kind["original_max_position_embeddings"]
@@ -87,12 +87,12 @@ def rotary_limits(*configs: PreTrainedConfig) -> dict[str, int]:
 
 
 def rotary_reach(width: int, *configs: PreTrainedConfig) -> int | None:
-    """The row length that rotary frequencies depend on, if rows are `width` tokens wide; `None` if on none."""
+    """`width`, if RoPE frequencies depend on the length of rows that wide, otherwise `None`."""
     return width if any(width >= limit for limit in rotary_limits(*configs).values()) else None
 
 
 def functional_dropout(model: torch.nn.Module) -> dict[str, float]:
-    """Dropout drawn by a function, by the name that modules hold it under: TRL's `disable_dropout` leaves it on."""
+    """Rates of functional dropout, by attribute name: TRL's `disable_dropout` leaves it on."""
     return {
         name: value
         for module in model.modules()
@@ -102,13 +102,13 @@ def functional_dropout(model: torch.nn.Module) -> dict[str, float]:
 
 
 def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
-    """The stack of layers beneath the head. `get_decoder` of ModernBERT's decoder gives the `decoder` of its head."""
+    """The layer stack beneath the head. `get_decoder` of ModernBERT's decoder returns its head's `decoder` instead."""
     decoder: torch.nn.Module = model.get_decoder()
     return decoder if isinstance(decoder, PreTrainedModel) else model.base_model  # type: ignore[return-value]
 
 
 def recomputable_layers(model: PreTrainedModel, with_images: bool = False) -> list[GradientCheckpointingLayer]:
-    """Layers of `model` that can recompute their activations, in their order: with images, the vision tower's first."""
+    """Layers of `model` that support gradient checkpointing, in order; `with_images`, the vision tower's come first."""
     decoder = dict.fromkeys(decoder_of(model).modules())
     tower = [module for module in model.base_model.modules() if module not in decoder] if with_images else []
     layers = [module for module in (*tower, *decoder) if isinstance(module, GradientCheckpointingLayer)]
@@ -118,10 +118,10 @@ def recomputable_layers(model: PreTrainedModel, with_images: bool = False) -> li
 
 def recompute_first(layers: Sequence[GradientCheckpointingLayer], number: int) -> None:
     """
-    Have the first `number` layers recompute their activations in the backward pass, and the others keep them.
+    Checkpoint the first `number` layers, and let the others keep their activations.
 
-    The backward pass comes to the first layers last: what the others kept is free by then, and recomputing costs no
-    memory on top. Layers within them (in Zamba) recompute with them, and never by themselves.
+    The backward pass reaches the first layers last, when the activations of the others have been freed, so recomputing
+    needs no extra memory. Layers nested in others (in Zamba) are recomputed with those, never on their own.
     """
     for i, layer in enumerate(layers):
         for module in checkpointing_layers(layer):
@@ -129,7 +129,7 @@ def recompute_first(layers: Sequence[GradientCheckpointingLayer], number: int) -
 
 
 def checkpointing_layers(module: torch.nn.Module) -> list[GradientCheckpointingLayer]:
-    """`module` and those within it that can recompute their activations, outer ones first."""
+    """`module` and the modules within it that support gradient checkpointing, outer ones first."""
     return [inner for inner in module.modules() if isinstance(inner, GradientCheckpointingLayer)]
 
 

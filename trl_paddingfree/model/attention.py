@@ -22,12 +22,12 @@ from ..flat.calls import AttentionCalls
 from ..flat.layout import Attention, FlatLayout, Gather, GatherIndex, gathered, once_per_layout
 from .masks import BOUNDARIES, BackendName, FlatMask, boundaries, masks_of_calls
 
-# Of CUDA devices that PyTorch's flash attention is compiled for: Ampere's
+# The lowest CUDA compute capability that PyTorch's flash attention is compiled for: Ampere
 _LEAST_CAPABILITY = (8, 0)
 
 
 def _flat_states(query, key, value, dtype: torch.dtype | None, rows: GatherIndex | None = None):
-    """What varlen kernels read: queries of all tokens, and keys and values, copied as `rows` say."""
+    """Inputs of a varlen kernel: queries of all tokens, and keys and values gathered by `rows`."""
     query, key, value = gathered(query, None, dtype), *(gathered(x, rows, dtype) for x in (key, value))
     if value.size(-1) != query.size(-1):  # MLA: the kernels want values as wide as queries
         value = pad(value, [0, query.size(-1) - value.size(-1)])
@@ -35,7 +35,7 @@ def _flat_states(query, key, value, dtype: torch.dtype | None, rows: GatherIndex
 
 
 def segment_attention(layout: FlatLayout, previous: str, module, query, key, value, **kwargs):
-    """The model's own attention function, in [`AttentionCalls`] of like segments: exact on every device and dtype."""
+    """The model's own attention, by groups of like segments ([`AttentionCalls`]): exact on every device and dtype."""
     # Eager functions have no public name
     attend = upstream.attention_function(previous, module) if previous == "eager" else AttentionInterface()[previous]
     calls = AttentionCalls.of(layout)
@@ -45,11 +45,11 @@ def segment_attention(layout: FlatLayout, previous: str, module, query, key, val
     query, key, value = gathered(query, calls.query_rows), *(gathered(x, calls.key_rows) for x in (key, value))
     numbers = list(map(len, calls.segments))
     lengths, key_lengths = (list(map(mul, numbers, longest)) for longest in (calls.queries, calls.keys))
-    # The gradient of a split is one concatenation; that of each slice is as long as the flat axis
+    # The backward pass of `split` is one concatenation; each slice would get a gradient as long as the flat axis
     states = query.split(lengths), key.split(key_lengths), value.split(key_lengths)
     for mask, number, *parts in zip(masks, numbers, *states, strict=True):
         q, k, v = (x.unflatten(0, (number, -1)).transpose(1, 2) for x in parts)
-        if previous == "eager":  # `matmul` copies those of several segments: of a view, all would be kept beside
+        if previous == "eager":  # `matmul` copies several segments, and a view would keep all queries too
             q = q.contiguous()
         outputs.append(attend(module, q, k, v, mask, **kwargs)[0].flatten(0, 1))
     output = torch.cat(outputs)
@@ -70,19 +70,19 @@ def flash_attention(layout: FlatLayout, previous: str, module, query, key, value
 @cache
 def torch_varlen() -> Callable:
     """
-    `torch.nn.attention.varlen.varlen_attn` as `(q, k, v, cu_q, cu_k, max_q, max_k, scale, window)`, which gives the
-    output and the log-sum-exp of the scores.
+    `torch.nn.attention.varlen.varlen_attn`, called with `(q, k, v, cu_q, cu_k, max_q, max_k, scale, window)`. Returns
+    the output and the log-sum-exp of the scores.
     """
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-    # With fewer key heads than query heads, releases that have this flag need it; others need nothing
+    # Releases that have this flag need it if there are fewer key heads than query heads; others need nothing
     parameters = inspect.signature(varlen_attn).parameters
     options: Inputs = {"return_aux": AuxRequest(lse=True), **dict.fromkeys({"enable_gqa"} & {*parameters}, True)}
     flags = torch.backends.cuda
 
     def attend(query, key, value, cu_q, cu_k, max_q, max_k, scale, window):
         left, allows_cudnn = -1 if window is None else window - 1, flags.cudnn_sdp_enabled()
-        flags.enable_cudnn_sdp(False)  # it makes a plan for each shape of a batch, and keeps them all
+        flags.enable_cudnn_sdp(False)  # it would build and cache a plan for every batch shape
         try:
             lengths, window_size = (cu_q, cu_k, max_q, max_k), (left, 0)
             return varlen_attn(query, key, value, *lengths, scale=scale, window_size=window_size, **options)
@@ -99,9 +99,9 @@ def _on_paths(
     cu_q: torch.Tensor, cu_k: torch.Tensor, max_q: int, max_k: int, scale: float | None, window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """
-    [`torch_varlen`] of `(T, heads, D)` keys and values, copied as a [`GatherIndex`] of these tensors says, if there are
-    any. The backward pass copies them again, so that only the originals are kept. By its name, TRL's selective
-    checkpointing keeps the results.
+    [`torch_varlen`] with `(T, heads, D)` keys and values, gathered by the [`GatherIndex`] of these tensors, if given.
+    The backward pass gathers them again, so only the originals are saved. TRL's selective checkpointing recognizes
+    this operator by its name and saves its results.
     """
     keys, values = (x if index is None else x.index_select(0, index) for x in (key, value))
     return torch_varlen()(query, keys, values, cu_q, cu_k, max_q, max_k, scale, window)
@@ -109,7 +109,7 @@ def _on_paths(
 
 def _keep(ctx, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
     ctx.save_for_backward(*inputs[:3], *output)
-    # All layers have the same tensors of these: nobody offloads or counts them
+    # All layers share these tensors, so they are kept out of the saved ones, which are offloaded and counted
     ctx.rows, ctx.options = None if inputs[3] is None else GatherIndex(*inputs[3:6]), inputs[6:]
 
 
@@ -128,7 +128,7 @@ _on_paths.register_autograd(_gradients, setup_context=_keep)
 
 @cache
 def why_no_varlen(device: torch.device) -> str:
-    """Why a device cannot run PyTorch's varlen kernel; empty if it can. Nothing else decides it: tests replace this."""
+    """Why a device cannot run PyTorch's varlen kernel; empty if it can. The one place that decides: tests patch it."""
     if device.type != "cuda":
         return f"the model is on {device.type}, the kernel needs CUDA"
     capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else _LEAST_CAPABILITY
@@ -138,14 +138,14 @@ def why_no_varlen(device: torch.device) -> str:
 
 
 def sdpa_dtype(query: torch.Tensor) -> torch.dtype:
-    """The dtype in which SDPA would compute: autocast casts what SDPA gets, but nothing for the varlen kernel."""
+    """The dtype in which SDPA would compute: autocast casts the inputs of SDPA, but not of the varlen kernel."""
     device = query.device.type
     is_cast = torch.is_autocast_enabled(device) and query.dtype != torch.float64
     return torch.get_autocast_dtype(device) if is_cast else query.dtype
 
 
 def takes_varlen(query: torch.Tensor, kwargs: Inputs) -> bool:
-    """Whether PyTorch's varlen kernel can take this call."""
+    """Whether PyTorch's varlen kernel supports this call."""
     return (
         not why_no_varlen(query.device)
         and sdpa_dtype(query) in (torch.float16, torch.bfloat16)
@@ -156,7 +156,7 @@ def takes_varlen(query: torch.Tensor, kwargs: Inputs) -> bool:
 
 
 def varlen_attention(layout: FlatLayout, previous: str, module, query, key, value, **kwargs):
-    """The flash attention kernel that ships in PyTorch. Calls that it cannot take go to [`segment_attention`]."""
+    """The flash attention kernel that ships in PyTorch. Unsupported calls go to [`segment_attention`]."""
     if not takes_varlen(query, kwargs) or layout.blocks is not None:  # the kernel is causal, image blocks are not
         return segment_attention(layout, previous, module, query, key, value, **kwargs)
     rows, states = layout.kv_gather, _flat_states(query, key, value, sdpa_dtype(query))
@@ -174,7 +174,7 @@ ATTENTION: dict[BackendName, Attention] = {
 
 
 def _scaled_gathered(query: torch.Tensor, module: torch.nn.Module, layout: FlatLayout) -> torch.Tensor:
-    """Queries scaled by position in their own row (Llama 4), where their layer took the position on the flat axis."""
+    """Queries scaled by position in their row (Llama 4); their layer has used the position on the flat axis."""
     held = vars(module)
     if held["use_rope"] or max(query.size(2), layout.segments.max_seqlen_k) < held["floor_scale"]:
         return query
@@ -183,7 +183,7 @@ def _scaled_gathered(query: torch.Tensor, module: torch.nn.Module, layout: FlatL
 
 @once_per_layout
 def scale_of_rows(layout: FlatLayout, floor_scale: float, attn_scale: float) -> torch.Tensor:
-    """`(T,)` float32: the factor from a scale by position on the flat axis to one by position in the row."""
+    """`(T,)` float32: factors that turn a scale by flat position into one by position in the row."""
     places = np.stack([np.arange(layout.segments.num_tokens), layout.segments.position_ids]) + 1
     flat, row = np.log1p(places // floor_scale) * attn_scale + 1
     return layout.tensor((row / flat).astype(np.float32))
@@ -191,7 +191,7 @@ def scale_of_rows(layout: FlatLayout, floor_scale: float, attn_scale: float) -> 
 
 @torch.compiler.disable
 def _dispatch(attend: Attention, previous: str, module, query, key, value, attention_mask, **kwargs):
-    """Attention as transformers calls it in each layer: `attend` computes flat batches, and `previous` all else."""
+    """Attention as transformers calls it in each layer: `attend` computes flat batches, `previous` all other calls."""
     if isinstance(attention_mask, FlatMask):
         context = attention_mask.context
         if context.carry is not None:
@@ -202,7 +202,7 @@ def _dispatch(attend: Attention, previous: str, module, query, key, value, atten
         call = partial(attend, context.layout, previous)
         if context.watch is not None:
             call = partial(context.watch, call, context, module)
-        for others in (context.carry, context.group):  # a slice of what the group computes together
+        for others in (context.carry, context.group):  # the group's exchange wraps the slice's attention
             if others is not None:
                 call = partial(others.attend, call, context, module)
         return call(module, query, key, value, **kwargs)
@@ -216,12 +216,12 @@ def _dispatch(attend: Attention, previous: str, module, query, key, value, atten
 
 class StandIn(str):
     """
-    The name of an attention implementation of ours, which computes with a backend and stands in for another one.
+    The name of one of our attention implementations, which runs a backend in place of the model's own implementation.
 
-    It reads and compares as the name of the other: modeling files ask for that (`if config._attn_implementation in
-    ("eager", "sdpa")`), and generation and padded rows must go on as before. It hashes as a name of its own, by which
-    transformers' registries find ours. So a dict or a set finds it by that only, never by the name that it equals: GIT,
-    which looks its class up in a dict, cannot be built anew from the configuration of an installed model.
+    It prints as the model's own and compares equal to it, because modeling files test for that name (`if
+    config._attn_implementation in ("eager", "sdpa")`), and generation and padded rows must work as before. Its hash is
+    its own, so that transformers' registries find our function. Dicts and sets therefore never find it by the name that
+    it equals: GIT, which looks up its class in a dict, cannot be rebuilt from the configuration of an installed model.
     """
 
     key: tuple[str, BackendName]  # the implementation that it stands in for, and the backend
@@ -232,7 +232,7 @@ class StandIn(str):
         return name
 
     def __reduce__(self):
-        return register_attention, self.key  # a model that was saved whole is loaded where nothing is registered
+        return register_attention, self.key  # a pickled model may be loaded where nothing is registered
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -245,7 +245,7 @@ class StandIn(str):
 
 
 def register_attention(previous: str, backend: BackendName) -> StandIn:
-    """Register attention that computes flat batches by `backend`, other calls by `previous`; gives the name to set."""
+    """Register attention that runs flat batches by `backend`, other calls by `previous`; returns the name to set."""
     name = StandIn(previous, backend)
     AttentionInterface.register(name, partial(_dispatch, ATTENTION[backend], previous))
     AttentionMaskInterface.register(name, AttentionMaskInterface()[previous])  # padded calls keep their masks

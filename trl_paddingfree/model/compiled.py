@@ -1,7 +1,7 @@
-"""Decoder layers compiled one by one: each kind once, for all lengths, all layers of the kind, and all micro-batches.
+"""Decoder layers compiled one by one: each kind is compiled once, for all its layers, lengths and micro-batches.
 
-What is compiled lies inside the checkpoint of a layer, so recomputation and slices stay outside. Calls that bring no
-flat batch, such as generation, stay eager, and so does attention, whose layout differs from batch to batch.
+The compiled code lies inside the checkpoint of a layer, so recomputation and slices stay outside. Calls without a flat
+batch, such as generation, stay eager, and so does attention, whose layout changes from batch to batch.
 """
 
 import functools
@@ -23,15 +23,15 @@ logger = logging.get_logger(__name__)
 # Arguments of [`torch.compile`]
 CompilerOptions: TypeAlias = dict[str, Any]
 
-# Layers of one class differ by what the compiler guards: mode, window, adapters, and the strides of slices. Beyond its
-# own limit of 8, the compiler leaves them eager and says so in its log alone
+# Layers of one class differ in what the compiler guards on: mode, window, adapters, and the strides of slices. Beyond
+# its default limit of 8 variants, the compiler falls back to eager code and only logs it
 _MOST_VARIANTS = 64
 
 
 def taken_from(accelerator: Accelerator) -> CompilerOptions | None:
     """
-    How an `accelerator` was asked to compile models, by `torch_compile=True` or its launcher; `None` if it was not.
-    From here on it compiles none: it would compile the whole model, in pieces.
+    The compiler options that an `accelerator` got from `torch_compile=True` or its launcher; `None` if it got none.
+    Turns its own compilation off, which would compile the whole model, in pieces.
     """
     plugin = accelerator.state.dynamo_plugin
     if plugin.backend == DynamoBackend.NO:
@@ -43,12 +43,13 @@ def taken_from(accelerator: Accelerator) -> CompilerOptions | None:
 
 def compile_layers(flat_model: FlatModel, options: CompilerOptions | None) -> None:
     """
-    Have the decoder layers of a model compute flat batches by code that [`torch.compile`] makes with `options` in the
-    first passes, or with `None` by eager code again. Layers that cannot be compiled stay eager, and a warning says why.
+    Compile the decoder layers of a model for flat batches, with `options` of [`torch.compile`], or make them eager
+    again if `None`. Compilation happens in the first passes. Layers that cannot be compiled stay eager, and a warning
+    says why.
 
     Raises:
-        `ValueError`: The model leaves attention as it is, so that its layers cannot tell flat batches from others, or
-        its processes compute batches together.
+        `ValueError`: If the backend keeps the model's own attention, so that layers cannot tell flat batches from
+        others, or if several processes compute each batch together.
     """
     model, backend = flat_model.model, flat_model.route.backend
     layers = recomputable_layers(model)
@@ -90,18 +91,18 @@ class _Compiled:
     """Marks classes of layers that are compiled."""
 
 
-# By the class of the layers, and the options that they are compiled with
+# Keyed by the class of the layers and their compiler options
 _CLASSES: dict[tuple[type, str], type] = {}
 
 
 def _compiled_class(eager: type[GradientCheckpointingLayer], options: CompilerOptions) -> type:
     """
-    A class like `eager` whose forward is compiled. A forward of an instance would have no checkpoint: transformers puts
-    one around the forward of each class of layers.
+    A subclass of `eager` whose forward is compiled. A forward set on an instance would have no checkpoint, because
+    transformers wraps the forward of each layer class.
     """
     if (key := (eager, repr(options))) in _CLASSES:
         return _CLASSES[key]
-    # Of transformers 5.24 the checkpoint is around `forward`, of 5.20 around `__call__`
+    # transformers 5.24 puts the checkpoint around `forward`, 5.20 around `__call__`
     has_checkpoint = "__init_subclass__" in vars(GradientCheckpointingLayer)
     forward = eager.forward.__wrapped__ if has_checkpoint else eager.forward  # type: ignore[attr-defined]
     compiled = torch.compile(forward, dynamic=True, **options)
@@ -111,7 +112,7 @@ def _compiled_class(eager: type[GradientCheckpointingLayer], options: CompilerOp
         is_flat = any(isinstance(value, FlatMask) for value in (*args, *kwargs.values()))
         return (compiled if is_flat else forward)(self, *args, **kwargs)
 
-    def reduce(self: torch.nn.Module, protocol: Any) -> Any:  # copies, and models that are saved whole, are eager
+    def reduce(self: torch.nn.Module, protocol: Any) -> Any:  # copies and pickled models are eager
         return object.__new__, (eager,), *eager.__reduce_ex__(self, protocol)[2:]
 
     members = {

@@ -1,4 +1,4 @@
-"""What a call with a flat batch is refused for: arguments without an answer, and rows that were edited since."""
+"""Why a call with a flat batch is rejected: arguments it cannot answer, or rows edited after they were flattened."""
 
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ _WITHOUT = (
     "leave it out, or ask for it in a second call beside the flat one, which computes padded rows: "
     "`model(**{name: value for name, value in inputs.items() if name != 'flat_batch'})`"
 )
-# What may have been edited, in words, in the order in which [`edits`] gives it
+# Descriptions of possible edits, in the order of what [`edits`] returns
 _EDITS = {
     "input_ids": "other tokens, or another number of rows or columns",
     "attention_mask": "another `attention_mask`",
@@ -25,19 +25,19 @@ _EDITS = {
 
 
 class EditedRowsError(ValueError):
-    """Rows that are not what their flat batch was made of."""
+    """The rows no longer match the flat batch that was made from them."""
 
 
 def refuse_unanswerable(config: PreTrainedConfig, inputs: Inputs, *, fused_lm_head: bool) -> None:
-    """Refuse, by name, what a flat batch has no answer to: arguments of a forward, and outputs that `config` wants."""
+    """Reject arguments of a forward, and outputs that they or `config` ask for, that a flat batch cannot answer."""
     for name in _OF_ROWS:
-        value = inputs.get(name)  # of `use_cache` and `logits_to_keep`, false and 0 ask for nothing
+        value = inputs.get(name)  # `use_cache=False` and `logits_to_keep=0` ask for nothing
         if value if isinstance(value, int) else value is not None:
             raise ValueError(
                 f"`{name}` was given to the model beside a `flat_batch`, which has one row and positions of its own: "
                 f"{_WITHOUT}."
             )
-    for argument, output in _OUTPUTS.items():  # TRL's fused head gives none of these, with padding either
+    for argument, output in _OUTPUTS.items():  # TRL's fused head returns none of these, even with padding
         if inputs.get(argument) if fused_lm_head else wants(config, inputs, argument):
             raise ValueError(f"`{argument}=True`: a flat batch has no `{output}` of rows: {_WITHOUT}.")
 
@@ -51,10 +51,10 @@ def edits(
     exact_labels: bool = False,
 ) -> torch.Tensor:
     """
-    `(3,)` bool: whether each of these `(R, L)` tensors differs from what `batch` was made of. The host does not wait.
+    `(3,)` bool: whether each of these `(R, L)` tensors differs from what `batch` was made from. The host does not wait.
 
-    What stands in the padding does not matter. A mask of zeros only is no edit: it stands for a batch that counts for
-    nothing. Nor are fewer labels, unless `exact_labels`: answers are masked by the labels of the call.
+    Values in the padding are ignored. An all-zero mask is not an edit: it marks a batch that counts for nothing.
+    Neither are fewer labels, unless `exact_labels`, because answers are masked by the labels of the call.
     """
     index, mask = batch.row_index, batch.row_mask
     reshaped = [rows is not None and rows.shape != index.shape for rows in (input_ids, attention_mask, labels)]
@@ -74,7 +74,7 @@ def edits(
 
 
 def refuse_edits(results: torch.Tensor) -> None:
-    """Refuse rows that were edited after their flat batch was made, by what [`edits`] gave, on the CPU."""
+    """Raise if rows were edited after they were flattened, given the `results` of [`edits`] on the CPU."""
     if edited := [words for words, is_edited in zip(_EDITS.values(), results.tolist(), strict=True) if is_edited]:
         raise EditedRowsError(
             f"The rows of a batch were edited after their `flat_batch` was made: {'; '.join(edited)}. The model would "
@@ -84,7 +84,7 @@ def refuse_edits(results: torch.Tensor) -> None:
 
 
 def refuse_lost_batch(inputs: Inputs) -> None:
-    """Refuse the inputs of a training step that lack the flat batch, or the rows that a budget needs to divide it."""
+    """Reject the inputs of a training step that lack the flat batch, or the rows that a budget divides into parts."""
     if "flat_batch" in inputs:
         raise EditedRowsError(
             "The inputs of `training_step` have no `rows`, which parts of them are made of. A data loader of your own "
@@ -99,8 +99,8 @@ def refuse_lost_batch(inputs: Inputs) -> None:
 
 def refuse_lost_values(inputs: Inputs, made: Inputs) -> None:
     """
-    Refuse what stands beside the rows of a micro-batch, and was added or changed since the collator has `made` it: its
-    parts would not have it. Waits for the device, if the collator gives one number per row.
+    Reject inputs of a micro-batch that differ from what the collator `made`, because its parts would lack the change.
+    Waits for the device if the collator returns one number per row.
     """
     for name, value in inputs.items():
         before = made.get(name)
@@ -117,26 +117,26 @@ def refuse_lost_values(inputs: Inputs, made: Inputs) -> None:
 
 @dataclass
 class EditsFound:
-    """Results of [`edits`] that are on their way to the host. Nothing waits for them before [`EditsFound.read`]."""
+    """Results of [`edits`] on their way to the host. Nothing waits for them before [`EditsFound.read`]."""
 
     pending: list[tuple[torch.Tensor, torch.Event]] = field(default_factory=list)  # results, and their arrival
 
     @torch.compiler.disable
     def ask(self, batch: FlatBatch, inputs: Inputs, in_parts: bool = False) -> None:
-        """Compare rows among `inputs` with `batch`, without waiting; `in_parts`, fewer scored tokens are an edit."""
-        self.read(waits=False)  # what has arrived meanwhile: a loop of one's own may never `read`
+        """Compare rows in `inputs` with `batch`, without waiting. If `in_parts`, fewer scored tokens are an edit."""
+        self.read(waits=False)  # what has arrived by now: a custom training loop may never `read`
         results = edits(batch, **{name: inputs.get(name) for name in _EDITS}, exact_labels=in_parts)
         if results.is_cpu:
             refuse_edits(results)
-        elif not results.is_meta:  # which has no values
-            on_host = results.to("cpu", non_blocking=True)  # into page-locked memory, where the device has any
-            # By the stream of the copy: the model may lie on another device than the current one
+        elif not results.is_meta:  # those have no values
+            on_host = results.to("cpu", non_blocking=True)  # into pinned memory, if the device has it
+            # On the stream of the copy: the model may be on another device than the current one
             self.pending.append((on_host, torch.accelerator.current_stream(results.device).record_event()))
 
     def read(self, waits: bool = True) -> None:
         """
-        Refuse edits in all results, once they have arrived: soon, as they are computed before the model's layers. Or
-        only in those that have.
+        Raise if any result shows an edit. Waits until all have arrived, which is soon, as they are computed before the
+        model's layers; if not `waits`, reads only those that have arrived.
         """
         while self.pending and (waits or self.pending[0][1].query()):
             results, arrival = self.pending.pop(0)

@@ -1,7 +1,7 @@
-"""What processes with slices of one flat axis send each other: heads for tokens, tokens for convolutions, values.
+"""Communication between processes with slices of one flat axis: heads for tokens, tokens for convolutions, values.
 
-The host derives what is sent from the layout and the shapes of states, which all processes know: they make the same
-exchanges in the same order, and nothing is read from the device for these. Shape legend: see [`sequence`].
+The host derives what to send from the layout and the shapes of states. All processes know these, so they make the same
+exchanges in the same order without reading from the device. Shape legend: see [`sequence`].
 """
 
 from collections import Counter
@@ -20,18 +20,18 @@ from ..flat.slices import View, cut_by_number
 
 
 def slice_sizes(total: int, size: int) -> tuple[int, ...]:
-    """How many of `total` tokens lie in each of `size` slices. Some are 0 if there are few."""
+    """How many of `total` tokens lie in each of `size` slices; with few tokens, some are 0."""
     return tuple(last - first for first, last in pairwise(cut_by_number(total, size)))
 
 
 def span_of(total: int, number: int, size: int) -> range:
-    """The tokens of slice `number` of `size`; for an empty one, those of [`something_to_compute`] that stand in."""
+    """The tokens of slice `number` of `size`; for an empty one, the stand-ins of [`something_to_compute`]."""
     first, last = cut_by_number(total, size)[number : number + 2]
     return something_to_compute(first, last, total)
 
 
 class Exchanged(torch.autograd.Function):
-    """Send `sent[i]` of the entries of a vector to process `i`, and receive `received[i]`. The gradient goes back."""
+    """All-to-all: send `sent[i]` entries of a vector to process `i`, receive `received[i]`. Gradients go back."""
 
     @staticmethod
     def forward(
@@ -48,7 +48,7 @@ class Exchanged(torch.autograd.Function):
 
 
 class Gathered(torch.autograd.Function):
-    """The first `sizes[i]` values of each process `i`, in order. The gradient is that of its own values, times `W`."""
+    """All-gather the first `sizes[i]` values of each process `i`. The gradient is that of its own values, times `W`."""
 
     @staticmethod
     def forward(ctx, values: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
@@ -65,8 +65,8 @@ class Gathered(torch.autograd.Function):
 @cache
 def head_shares(num_heads: int, num_keys: int, size: int) -> list[tuple[range, list[int]]]:
     """
-    The heads that each of `size` processes computes, and the key heads that these read: each once where as many heads
-    read each, as functions of attention and scans want it, else one for each head.
+    For each of `size` processes, the heads that it computes and the key heads that these read: each key head once if
+    all are read by equally many heads, as attention and scan functions expect; otherwise once per head that reads it.
 
     >>> head_shares(6, 2, 4)
     [(range(0, 1), [0]), (range(1, 3), [0]), (range(3, 4), [1]), (range(4, 6), [1])]
@@ -83,24 +83,24 @@ def head_shares(num_heads: int, num_keys: int, size: int) -> list[tuple[range, l
 
 
 def of_heads(states: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
-    """`(t, heads, D)`: some heads of states, some of them several times."""
+    """`(t, heads, D)`: the selected heads of states, which may repeat."""
     first, last = heads[0], heads[-1] + 1
     return states[:, first:last] if len(heads) == last - first else torch.stack([states[:, i] for i in heads], 1)
 
 
 @dataclass(frozen=True)
 class Halo:
-    """The tokens before a slice or segment that processes send each other for a convolution, in flat order."""
+    """The tokens before a slice or segment that processes exchange for a convolution, in flat order."""
 
-    rows: GatherIndex  # those of the own slice that go to each process, one process after the other
+    rows: GatherIndex  # tokens of the own slice to send, process by process
     sent: list[int]
     received: list[int]
-    is_needed: bool  # whether any process needs any
+    is_needed: bool  # whether any process needs tokens
 
     @staticmethod
     @once_per_layout
     def of(layout: FlatLayout, reach: int, number: int, size: int) -> "Halo":
-        """What slice `number` of `size` sends and gets, for a convolution that reads `reach` tokens back."""
+        """What slice `number` of `size` sends and receives, for a convolution that reads `reach` tokens back."""
         total = layout.segments.num_tokens
         ends, span = cut_by_number(total, size), span_of(total, number, size)
         wanted = [View.of(layout.segments, *ends[i : i + 2]).before(reach) for i in range(size)]

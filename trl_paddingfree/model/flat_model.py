@@ -1,4 +1,4 @@
-"""A model that computes flat batches: one object holds its route, and everything else that must be known of it."""
+"""A model that computes flat batches: one object holds its route and everything else that we know about it."""
 
 import functools
 import types
@@ -29,7 +29,7 @@ from .routes import Route, why_not_in_slices
 from .sequence import SequenceGroup
 from .state_layers import carries_state, install_state_layers, repeats_prefixes
 
-# Where a model keeps its [`FlatModel`]: copies of the model come with copies of it
+# Where a model keeps its [`FlatModel`], which is copied with the model
 ATTRIBUTE = "flat_model"
 # Makes a flat batch from the `input_ids`, `attention_mask` and `labels` of a call
 Flattener = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], FlatBatch]
@@ -37,11 +37,11 @@ Flattener = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], FlatBatch]
 
 class FlatModel:
     """
-    What makes one model instance compute flat batches, made by [`FlatModel.install`]. Nothing outside of it changes.
+    Makes one model instance compute flat batches; no other instance changes. Created by [`FlatModel.install`].
 
-    The model must have TRL's fused LM head, or a pooled head. Called with a `flat_batch`, it computes that and answers
-    in rows; other calls go to the forward and the attention that were there before. Losses with a head of their own
-    take [`FlatModel.hidden_states`].
+    Called with a `flat_batch`, the model computes it and answers in rows, with TRL's fused LM head, a pooled head or
+    its own head. Other calls go to the original forward and attention. Losses with a head of their own use
+    [`FlatModel.hidden_states`].
 
     >>> from trl.trainer.utils import add_fused_lm_head
     >>> from trl_paddingfree.model.routes import choose_route
@@ -55,39 +55,39 @@ class FlatModel:
 
     def __init__(self, model: PreTrainedModel, route: Route):
         self.model, self.route = model, route  # without the wrappers of PEFT, DDP, FSDP, DeepSpeed and `torch.compile`
-        self.forwards: list[Callable] = []  # those that ours replaced: more than one if TRL has added a head since
+        self.forwards: list[Callable] = []  # those that ours replaced; several if TRL added a head later
         self.carries_state = carries_state(model)
         self.has_trained = False  # whether a flat batch was computed with gradients, see [`FlatModel.must_train`]
         self.edits = EditsFound()
         # Flattens calls of TRL's head that bring no `flat_batch`; if unset, they stay padded
         self.flatten: Flattener | None = None
-        self.recomputable: Sequence[GradientCheckpointingLayer] = ()  # the layers that a budget may have recompute
+        self.recomputable: Sequence[GradientCheckpointingLayer] = ()  # layers that a budget may checkpoint
         self.is_pooled = is_pooled(model)
         self.group: SequenceGroup | None = None  # the processes that each compute a slice of a batch
-        self.padded: Any = None  # [`~trl_paddingfree.model.padded.PaddedCalls`], if calls without a batch are flat too
-        self.counts = BatchCounts()  # of padded calls so far
-        self.watch: Attention | None = None  # sees what attention functions are given, see [`keys_noted`]
+        self.padded: Any = None  # [`~trl_paddingfree.model.padded.PaddedCalls`], if padded calls are computed flat
+        self.counts = BatchCounts()  # token counts of padded calls so far
+        self.watch: Attention | None = None  # sees the inputs of attention functions, see [`keys_noted`]
 
     def __getstate__(self) -> dict[str, object]:
-        # Copies of the model leave the trainer behind, and pending edits, whose events cannot be copied
+        # Copies of the model drop what belongs to the trainer, and pending edits, whose events cannot be copied
         left = dict.fromkeys(("flatten", "group", "watch"))
         return {**vars(self), **left, "edits": EditsFound()}
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> "FlatModel | None":
-        """The one of a model, under whatever wrappers; `None` if it has none, or its forward was replaced since."""
+        """The [`FlatModel`] of a possibly wrapped model; `None` if it has none, or its forward was replaced since."""
         flat = next((vars(module)[ATTRIBUTE] for module in model.modules() if ATTRIBUTE in vars(module)), None)
         return flat if flat and (flat._is_called or (flat.padded and flat.padded.is_called)) else None
 
     @classmethod
     def group_of(cls, model: torch.nn.Module) -> SequenceGroup | None:
-        """The processes that compute slices of a model's batches with this one; `None` if it computes whole ones."""
+        """The processes among which a model's batches are sliced; `None` if this one computes whole batches."""
         flat = cls.of(model)
         return None if flat is None else flat.group
 
     @classmethod
     def install(cls, model: PreTrainedModel, route: Route) -> "FlatModel":
-        """Have a model compute flat batches by `route`. Called again, it changes the route."""
+        """Make a model compute flat batches by `route`. Called again, it changes the route."""
         flat = vars(model).get(ATTRIBUTE) or cls(model, route)
         flat.route = route
         replaces_attention = route.backend in ATTENTION_BACKENDS
@@ -101,13 +101,13 @@ class FlatModel:
 
     @property
     def repeats(self) -> bool:
-        """Whether any layer that carries state computes shared prefixes again."""
+        """Whether any layer that carries state computes shared prefixes repeatedly."""
         return repeats_prefixes(self.model)
 
     # --- the forward ------------------------------------------------------------------------------------------------
 
     def _bind(self) -> None:
-        """Put our forward in the place of the model's."""
+        """Replace the model's forward with ours."""
         depth, model = len(self.forwards), self.model
         refuse_moved_head(model.forward)
         self.forwards.append(model.forward)
@@ -122,11 +122,11 @@ class FlatModel:
 
     @property
     def _is_called(self) -> bool:
-        """Whether the model's forward is ours, or has it inside."""
+        """Whether the model's forward is ours, or wraps ours."""
         return mark_of(self.model, "depth") == len(self.forwards) - 1
 
     def _answer(self, depth: int, args: tuple, kwargs: Inputs) -> object:
-        """Our forward, the one that has replaced `forwards[depth]`."""
+        """Our forward that replaced `forwards[depth]`."""
         batch = kwargs.pop("flat_batch", None)
         if depth < len(self.forwards) - 1:  # called by a head that TRL has added since: the tokens are flat already
             return self.forwards[depth](*args, **kwargs)
@@ -134,7 +134,7 @@ class FlatModel:
             if args:
                 raise TypeError("Give the rows of a `flat_batch` to the model by name: `input_ids=...`.")
             rows = kwargs.get("input_ids")
-            if rows is not None and rows.device != batch.input_ids.device:  # FSDP moves rows, and no batch
+            if rows is not None and rows.device != batch.input_ids.device:  # FSDP moves rows, but not the batch
                 batch = batch.to(rows.device, non_blocking=True)
             self.edits.ask(batch, kwargs)
         elif kwargs.get("fused_lm_head") and self.flatten is not None:
@@ -147,21 +147,20 @@ class FlatModel:
 
     def hidden_states(self, batch: FlatBatch, scored: torch.Tensor, **images: torch.Tensor) -> torch.Tensor:
         """
-        The last hidden states of a flat batch, for a loss with a head of its own, such as a divergence over the
-        vocabulary.
+        The last hidden states of a flat batch, for a loss with its own head, such as a divergence over the vocabulary.
 
         Args:
             batch (`FlatBatch`):
                 The rows, on the device of the model.
             scored (`torch.Tensor` of shape `(R, L-1)`, bool):
-                Of each row as wide as TRL pads it, which of its tokens from the second on are scored. On the CPU, too:
-                nothing then waits for the device.
+                Which tokens of each row, padded as TRL pads it, are scored, from the second token on. May be on the CPU
+                to avoid waiting for the device.
             **images:
-                Arguments of the model with the images of the rows, if the batch has some.
+                Image arguments of the model, if the batch has images.
 
         Returns:
-            `(1, N, H)`: for each scored token, row by row, the hidden state by which the model predicts it. A token
-            that several rows share is computed once, and is there once for each of them.
+            `(1, N, H)`: the hidden state that predicts each scored token, row by row. A token that several rows share
+            is computed once, and returned once for each of them.
 
         Raises:
             `ValueError`: `scored` has another shape.
@@ -172,7 +171,7 @@ class FlatModel:
                 "their second tokens on: give `labels[:, 1:] != -100`, or another mask of that shape."
             )
         places = scored.nonzero().T
-        if places.device.type == "cpu":  # nothing waits for the device if the host says what is scored
+        if places.device.type == "cpu":  # nothing waits for the device if the host knows what is scored
             places = on_device(places, batch.row_index.device)
         index = batch.row_index[tuple(places)]
         arguments: Inputs = images if batch.images is None else batch.images.arguments(images)
@@ -180,22 +179,22 @@ class FlatModel:
             return self.model.base_model(**arguments, **flat_inputs(self, batch)).last_hidden_state
 
     def begin_pass(self, batch: FlatBatch) -> FlatBatch:
-        """The `batch` of a pass that begins, as this model can compute it. Sets the layers that recompute."""
+        """Begin a pass: set the layers that recompute, and return `batch` as this model can compute it."""
         if torch.is_grad_enabled():
             self.has_trained = True
             self.set_recompute(batch.schedule)
-        if batch.schedule.cuts and why_not_in_slices(self.model, self.route, self.group):  # another one's schedule
+        if batch.schedule.cuts and why_not_in_slices(self.model, self.route, self.group):  # made for another model
             return replace(batch, schedule=Schedule())
         return batch
 
     def set_recompute(self, schedule: Schedule) -> None:
-        """Have the first layers recompute, as many as a schedule says, whatever TRL has set."""
+        """Checkpoint as many of the first layers as a schedule says, whatever TRL has set."""
         if schedule.recompute is not None:
             recompute_first(self.recomputable, schedule.recompute)
 
     @contextmanager
     def flattening(self, flatten: Flattener) -> Iterator[None]:
-        """Within this context, `flatten` makes flat batches of calls of TRL's head that bring none."""
+        """Within this context, `flatten` makes flat batches for calls of TRL's head that bring none."""
         before, self.flatten = self.flatten, flatten
         try:
             yield
@@ -204,7 +203,7 @@ class FlatModel:
 
     @contextmanager
     def must_train(self, trainer: object) -> Iterator[None]:
-        """Within this context, a training step of `trainer` computes a flat batch here, or raises."""
+        """Raise if a training step of `trainer` within this context computes no flat batch here."""
         self.has_trained = False
         yield
         if not self.has_trained:
@@ -227,7 +226,7 @@ class FlatModel:
 
 @contextmanager
 def keys_noted(model: PreTrainedModel) -> Iterator[list[tuple[torch.nn.Module, int, int]]]:
-    """Within this context, the list gets the layer, window, and bytes of keys and values of each call of attention."""
+    """Within this context, the list collects layer, window, and bytes of keys and values of each attention call."""
     noted: list[tuple[torch.nn.Module, int, int]] = []
     flat = FlatModel.of(model)
     assert flat is not None

@@ -2,7 +2,7 @@
 
 TRL's trainers call `model(input_ids=rows, ..., labels=rows, fused_lm_head=True)` and read one float per token, or
 `model(input_ids=rows, ...)` with a pooled head and read one float per row. With a `flat_batch` among the arguments, the
-model computes the flat tokens instead, and the answer is the same rows.
+model computes the flat tokens instead, and answers in the same rows.
 """
 
 import math
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 # Fields of TRL's head with one value per scored token
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-# Arguments of the padded rows, which the flat batch replaces; TRL hands the margins of pairs to the backbone
+# Arguments for padded rows, which the flat batch replaces; TRL passes the margins of pairs to the backbone
 _ROW_ARGUMENTS = ("attention_mask", "position_ids", "margin", *architecture.TYPE_ROWS)
-# What a model's own forward runs through, beside the package that has its class
+# Packages that a model's own forward runs through, besides the one that defines its class
 _LIBRARIES = (
     __name__.partition(".")[0],
     "torch",
@@ -48,12 +48,12 @@ _LIBRARIES = (
     "contextlib",
     "functools",
 )
-# How libraries that PyTorch calls report a failed allocation: as a RuntimeError
+# Messages of the RuntimeErrors by which libraries that PyTorch calls report a failed allocation
 _FAILURES = re.compile(r"can't allocate memory|out of memory|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED", re.IGNORECASE)
 
 
 def is_pooled(model: PreTrainedModel) -> bool:
-    """Whether the head of `model` reads one token of each row, as for sequence classification, and scores no tokens."""
+    """Whether the head of `model` reads one token per row, as in sequence classification, and scores no tokens."""
     return model.get_output_embeddings() is None
 
 
@@ -103,8 +103,9 @@ def scored_in_rows(
     flat_model: "FlatModel", batch: FlatBatch, labels: torch.Tensor, other_arguments: Inputs
 ) -> "FusedCausalLMOutput":
     """
-    The output of TRL's fused head for rows, where `labels` are scored, given the `other_arguments` of the call: its
-    [`~trl.trainer.utils.FusedCausalLMOutput`] with fields of shape `(R, L-1)`, and the loss that rows would give.
+    The output of TRL's fused head, in rows, given the `other_arguments` of the call: its
+    [`~trl.trainer.utils.FusedCausalLMOutput`] with fields of shape `(R, L-1)`, 0 except where `labels` are scored, and
+    the loss that padded rows would give.
     """
     group, model = flat_model.group, flat_model.model
     batch = flat_model.begin_pass(batch)
@@ -126,7 +127,7 @@ def scored_in_rows(
         for hidden, targets in zip(chunks[1:], others, strict=True):
             answer = BaseModelOutput(last_hidden_state=hidden)
             with attributes_set([(model.base_model, "forward", lambda answer=answer, **_: answer)]):
-                # The first chunk gives the router loss, for all tokens
+                # The first chunk's call has returned the router loss of all tokens
                 outputs.append(head(shift_labels=targets, output_router_logits=False))
     values = {name: torch.cat([x[name] for x in outputs], 1) for name in _PER_TOKEN if name in outputs[0]}
     aux_loss = outputs[0].aux_loss
@@ -138,7 +139,7 @@ def scored_in_rows(
     label_mask = (labels[:, 1:] != IGNORE_INDEX).to(values["log_probs"].device)
     in_rows = {name: torch.where(label_mask, batch.scored_to_rows(x), 0) for name, x in values.items()}
     num_items = other_arguments.get("num_items_in_batch")
-    # For callers that want the model's own loss: most trainers of TRL make theirs from the values in rows
+    # For callers that want the model's own loss: most TRL trainers compute theirs from the values in rows
     loss = -in_rows["log_probs"].sum() / (label_mask.sum().clamp(min=1) if num_items is None else num_items)
     if aux_loss is not None:
         share = architecture.config_value(model.config.get_text_config(), "router_aux_loss_coef")
@@ -147,9 +148,9 @@ def scored_in_rows(
 
 
 def flat_inputs(flat_model: "FlatModel", batch: FlatBatch) -> dict[str, torch.Tensor]:
-    """The arguments of a model that are flat tensors."""
-    # No mask: of each token, the number of rows that contain it, by which TRL's router loss weighs it. A hook gives the
-    # backbone the real one
+    """The model's arguments that are flat tensors."""
+    # Not a mask: the number of rows that contain each token, its weight in TRL's router loss. A hook gives the backbone
+    # the real mask
     positions = batch.position_ids
     if batch.images is not None:
         positions = batch.images.positions(flat_model.model, positions, batch.layout)
@@ -157,7 +158,7 @@ def flat_inputs(flat_model: "FlatModel", batch: FlatBatch) -> dict[str, torch.Te
 
 
 def _model_output(flat_model: "FlatModel", batch: FlatBatch, arguments: Inputs) -> ModelOutput:
-    """The model's own output: logits of rows, and, if there are labels, its own loss, from hidden states of rows."""
+    """The model's own output: logits in rows and, if there are labels, its own loss, from hidden states in rows."""
     batch, for_head = flat_model.begin_pass(batch), batch.tokens_to_rows if "labels" in arguments else None
     with flat_backbone(flat_model, batch, for_head, calls_decoder=True):
         outputs = flat_model.forwards[-1](**arguments, **flat_inputs(flat_model, batch))
@@ -173,8 +174,8 @@ def _pooled(flat_model: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, 
     """
     The output of a head that reads one token of each row.
 
-    transformers finds that token by its id, not by the mask: the last that is no padding token, or the first. Where a
-    row ends in its padding token (pad = eos), the head reads what stands before it, as with padding.
+    transformers finds that token by its id, not by the mask: the last one that is not the padding token, or else the
+    first. If a row ends in its padding token (pad = eos), the head reads the token before it, as it does with padding.
     """
     if batch.empty_rows:
         raise ValueError(f"{batch.empty_rows} of {len(batch.row_mask)} rows have no token to read: leave them out.")
@@ -193,7 +194,7 @@ def _pooled(flat_model: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, 
 @contextmanager
 def layout_arguments(flat_model: "FlatModel", batch: FlatBatch) -> Iterator[Inputs]:
     """
-    Within this context, a backbone may compute a batch by its schedule. Gives the arguments that tell it of the layout,
+    Within this context, a backbone may compute a batch by its schedule. Yields the arguments that tell it the layout,
     in place of a mask.
     """
     model, layout, backend = flat_model.model, batch.layout, flat_model.route.backend
@@ -212,14 +213,14 @@ def layout_arguments(flat_model: "FlatModel", batch: FlatBatch) -> Iterator[Inpu
         if batch.images is not None:
             hooks.enter_context(batch.images.features_in_order(model))
         embeddings = model.get_input_embeddings()
-        # NEFTune divides its noise by the square root of the tokens in a row: by those of the rows, not of the flat one
+        # NEFTune divides its noise by the square root of the row length: use that of the padded rows, not the flat one
         if (alpha := vars(embeddings).get(NOISE)) is not None:
             row_alpha = alpha * math.sqrt(batch.input_ids.size(1) / (batch.packed or batch.row_index.size(1)))
             hooks.enter_context(attributes_set([(embeddings, NOISE, row_alpha)]))
         if batch.schedule.cuts:
             hooks.enter_context(in_slices(model, batch, flat_model.group))
         if backend == "positions":  # by transformers' own arguments, in place of a mask
-            if architecture.takes_images(model):  # past the vision tower, which would take them for its own
+            if architecture.takes_images(model):  # past the vision tower, which would take them as its own
                 hooks.enter_context(model.get_decoder().register_forward_pre_hook(give_boundaries, with_kwargs=True))
             else:
                 arguments |= boundaries(layout)
@@ -240,11 +241,11 @@ def flat_backbone(
     swapped: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Iterator[list[BaseModelOutput]]:
     """
-    Within this context, the model's backbone is told of the layout and returns only what the head needs: what
-    `for_head` makes of the hidden states `(1, T, H)`, or all of them. Gives a list with what the backbones return.
+    Within this context, the model's backbone knows the layout and returns only what the head needs: `for_head` of the
+    hidden states `(1, T, H)`, or all of them if unset. Yields a list that collects what the backbones return.
 
-    With `calls_decoder`, the model's own forward is called, which may call the decoder within the backbone. The
-    backbone gets `swapped` in place of what the head hands on.
+    Set `calls_decoder` if the model's own forward is called, which may call the decoder inside the backbone. `swapped`
+    overrides arguments that the head passes to the backbone.
     """
     model = flat_model.model
     # The forward of some models (OPT) calls the decoder within the backbone that TRL's head calls
@@ -252,7 +253,7 @@ def flat_backbone(
     answers: list[BaseModelOutput] = []
 
     def give_head(module, args, outputs):
-        # Once: a backbone may lie within another, and is called again for each chunk of scored tokens
+        # Only once: backbones may be nested, and are called again for each chunk of scored tokens
         if for_head is not None and not answers:
             outputs.last_hidden_state = for_head(outputs.last_hidden_state)
         answers.append(outputs)
@@ -261,7 +262,7 @@ def flat_backbone(
     with layout_arguments(flat_model, batch) as arguments, ExitStack() as hooks:
 
         def give_layout(module, args, kwargs):
-            if args:  # some heads hand `input_ids` on by its place
+            if args:  # some heads pass `input_ids` by position
                 kwargs = architecture.by_name(module.forward, args, kwargs)
             return (), {**kwargs, **swapped, **arguments}
 
@@ -277,19 +278,19 @@ def flat_backbone(
 
 
 def is_allocation_failure(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: PyTorch's own, or that of a library that it calls."""
+    """Whether an error of PyTorch, or of a library that it calls, says that memory ran out."""
     is_own = isinstance(error, torch.OutOfMemoryError)
     return is_own or (isinstance(error, RuntimeError) and _FAILURES.search(str(error)) is not None)
 
 
 def _explained(model: PreTrainedModel, batch: FlatBatch, error: Exception) -> Exception:
-    """The error that a model raised on a flat row, explained if the row has more positions than the model."""
+    """The error that a model raised on a flat row, explained if the row exceeds the model's position limit."""
     length, limits = batch.input_ids.size(1), architecture.position_limits(model)
     if not limits or length <= min(limits) or is_allocation_failure(error):
         return error
     names = [frame.f_globals["__name__"] for frame, _ in walk_tb(error.__traceback__)]
     if {name.partition(".")[0] for name in names} - {*_LIBRARIES, type(model).__module__.partition(".")[0]}:
-        return error  # of a hook of the user's own
+        return error  # from the user's own hook
     return ValueError(
         f"{type(model).__name__} cannot compute a flat row of {length} tokens, more than the {min(limits)} positions "
         f"of its configuration ({type(error).__name__}: {error}). Use smaller batches, in training also "

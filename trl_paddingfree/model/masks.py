@@ -1,4 +1,4 @@
-"""What a model's layers are told of a flat batch: the mask that carries the layout, dense masks, and boundaries.
+"""How a model's layers learn of a flat batch: by the mask that carries the layout, dense masks, or boundaries.
 
 Shape legend: see [`~trl_paddingfree.flat.segments`].
 """
@@ -21,18 +21,18 @@ from .architecture import config_value
 BackendName = Literal["flash", "varlen", "segment", "positions", "mask"]
 # Fastest first
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
-# Those that replace the model's attention function; the others leave it, and give it positions or a dense mask
+# Those that replace the model's attention function; the others keep it, and pass it positions or a dense mask
 ATTENTION_BACKENDS: tuple[BackendName, ...] = ("flash", "varlen", "segment")
 # transformers' names in `layer_types`; hybrid layers have attention and a state
 _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 _STATE = ("linear_attention", "conv")
 _HYBRID = {"hybrid": _FULL, "hybrid_sliding": _SLIDING}
-# Models whose image tokens see one another both ways in their sliding layers only
+# Models whose image tokens attend to one another in both directions in sliding layers only
 _CAUSAL_IN_FULL = ("gemma4_text",)
-# transformers' own arguments for the boundaries of a flat batch; attention has the layout instead
+# transformers' own arguments for the boundaries of a flat batch; our attention reads the layout instead
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-# A recurrence, called with inputs and weights, over the whole tree; or, called with cuts, a number and the last states
-# of earlier slices too, over that slice. Gives outputs, and the states that later slices read
+# A recurrence over the whole tree, called with inputs and weights. With `cuts`, `number` and `carried`, runs slice
+# `number` from carried states. Returns outputs, and the states that later slices read
 Scan = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 # The attention mask of a backbone: one for all layers, or one for each kind
 Masks = torch.Tensor | dict[str, "Masks"] | None
@@ -40,8 +40,8 @@ Masks = torch.Tensor | dict[str, "Masks"] | None
 
 class OtherSlices(Protocol):
     """
-    How layers get what they need of other slices of the flat axis: earlier ones, or those of other processes.
-    Attention, convolutions and scans ask, which alone look along the axis.
+    How layers get what they need from other slices of the flat axis: earlier ones, or those of other processes. Only
+    attention, convolutions and scans ask, because nothing else mixes tokens.
     """
 
     def attend(
@@ -49,16 +49,16 @@ class OtherSlices(Protocol):
         *states: torch.Tensor, **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """
-        Attention of this slice by the function `attend`, whose `states` are query, key and value. `module` is the
-        `layer` that calls it, or a copy with some of its heads.
+        Attention of this slice, computed by `attend` from `states` (query, key and value). `module` is the `layer` that
+        calls it, or a copy with some of its heads.
         """
 
     def span(self, num_tokens: int) -> range:
-        """The flat tokens of this slice, of `num_tokens` in all."""
+        """The flat tokens of this slice, out of `num_tokens`."""
 
     def with_context(self, layout: FlatLayout, states: torch.Tensor, size: int) -> torch.Tensor:
         """
-        States `(t, C)` of the slice, followed by those `(O, C)` of the tokens of other slices that a convolution over
+        States `(t, C)` of the slice, followed by states `(O, C)` of the tokens in other slices that a convolution over
         `size + 1` tokens reads, in flat order.
         """
 
@@ -66,16 +66,16 @@ class OtherSlices(Protocol):
         self, layout: FlatLayout, scan: Scan, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]
     ) -> torch.Tensor:
         """
-        The outputs `(1, t, H, ...)` of a `scan` for the slice. Of its `inputs (1, t, heads, ...)`, the first has all
-        `H` heads of the state, others may have fewer, which several of these share. Its `weights` are `(H, ...)`.
+        The outputs `(1, t, H, ...)` of a `scan` for the slice. The first of its `inputs (1, t, heads, ...)` has all `H`
+        heads of the state; others may have fewer, each shared by several of these. Its `weights` are `(H, ...)`.
         """
 
 
 class EarlierSlices(OtherSlices, Protocol):
-    """What slices in time have of earlier ones."""
+    """How slices in time get what they need from earlier ones."""
 
     def within(self, context: "PassContext", window: int | None) -> "PassContext":
-        """The context of the slice, from that of the whole, for attention with such a `window` of positions."""
+        """The context of this slice, from that of the whole, for attention with a `window` of positions."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,11 @@ class PassContext:
         group (`OtherSlices`, *optional*):
             The processes that compute the batch together.
         carry (`EarlierSlices`, *optional*):
-            What earlier slices of the pass hand on, and this one does.
+            What earlier slices of the pass hand to this one, and this one to later ones.
         part (`Slice`, *optional*):
-            This slice, as attention gets it by [`EarlierSlices.within`]. `layout` is its own then.
+            This slice, set by [`EarlierSlices.within`] for attention; `layout` is then that of the slice.
         watch (`Callable`, *optional*):
-            Stands next to the attention function, as [`OtherSlices.attend`] does, if someone measures.
+            Called around the attention function, like [`OtherSlices.attend`], to measure it.
     """
 
     layout: FlatLayout
@@ -104,7 +104,7 @@ class PassContext:
 
     @property
     def others(self) -> OtherSlices | None:
-        """What layers with a state ask."""
+        """What layers that carry state ask for other slices."""
         return self.carry or self.group
 
 
@@ -113,14 +113,14 @@ class FlatMask(torch.Tensor):
     An attention mask that carries a [`PassContext`].
 
     transformers passes a 4-D mask through to attention untouched, in every model and under gradient checkpointing,
-    where other keyword arguments get lost on the way (StableLM, Nemotron). No dense mask is ever made.
+    whereas some models drop other keyword arguments (StableLM, Nemotron). No dense mask is ever made.
     """
 
     context: PassContext
 
     @classmethod
     def carrying(cls, context: PassContext | FlatLayout, per_token: bool = False) -> "FlatMask":
-        """On the device of the layout, of shape `(1, 1, 1, 1)`, or `(1, t)` as layers with a state expect it."""
+        """A mask on the layout's device: `(1, 1, 1, 1)`, or `(1, t)` as layers that carry state expect it."""
         context = PassContext(context) if isinstance(context, FlatLayout) else context
         shape: tuple[int, ...] = (1, 1, 1, 1)
         if per_token:
@@ -137,12 +137,12 @@ class FlatMask(torch.Tensor):
         kwargs = kwargs or {}
         if func is torch.Tensor.copy_:
             buffer, source = args[:2]
-            if not isinstance(source, cls):  # overwritten: from here on, a tensor like any
+            if not isinstance(source, cls):  # overwritten: an ordinary tensor from now on
                 vars(buffer).clear()
                 buffer.__class__ = torch.Tensor
                 return func(*args, **kwargs)
             if buffer.shape == source.shape:
-                # PyTorch offloads what a checkpoint saves into a buffer, which becomes the mask that it got last
+                # PyTorch offloads what a checkpoint saves into a buffer, which becomes the mask last copied there
                 buffer.__class__ = cls
                 vars(buffer).update(vars(source))
         result = super().__torch_function__(func, types, args, kwargs)
@@ -161,7 +161,7 @@ class FlatMask(torch.Tensor):
 def masks_of_calls(layout: FlatLayout, window: int | None, dtype: torch.dtype | None) -> list[torch.Tensor | None]:
     """
     The mask of each of the [`~trl_paddingfree.flat.calls.AttentionCalls`] of a layout, made once per batch and shared
-    by all layers: see [`_segment_mask`]. `None` where plain causal attention is the same.
+    by all layers: see [`_segment_mask`]. `None` where plain causal attention is equivalent.
     """
     masks: list[torch.Tensor | None] = []
     for segments in AttentionCalls.of(layout).segments:
@@ -170,7 +170,7 @@ def masks_of_calls(layout: FlatLayout, window: int | None, dtype: torch.dtype | 
         seen = window if window is not None and window < max(map(sum, shapes)) else None
         if not any(start for start, _ in shapes) and seen is None and dtype is None and layout.blocks is None:
             masks.append(None)
-        else:  # without blocks, only shapes count
+        else:  # without blocks, only shapes matter
             masks.append(_shared_mask(layout, shapes, seen, dtype, None if layout.blocks is None else segments[0]))
     return masks
 
@@ -183,12 +183,12 @@ def _segment_mask(
     segment: int | None = None,
 ) -> torch.Tensor:
     """
-    `(n, 1, Q, L)` mask of segments with `n` shapes, each the keys before the queries, and the queries: of `dtype`, to
-    add to the scores; without one boolean.
+    `(n, 1, Q, L)` mask of segments with `n` shapes `(keys before the queries, queries)`: additive in `dtype`; boolean
+    if it is `None`.
 
-    Tokens see those before them, as far as a `window` of positions, their own included, and those of their image block,
-    for which a `segment` has a mask of its own. Padding sees what the last token of its segment sees, so that no row is
-    masked whole. `Q` and `L` are the most queries and keys of any segment; those of one shape share a mask: `n` is 1.
+    Tokens see earlier ones and those of their image block, as far back as a `window` of positions, their own included.
+    With blocks, each `segment` needs its own mask. Padding sees what the last token of its segment sees, so that no row
+    is fully masked. `Q` and `L` are the most queries and keys of any segment. If all have one shape, `n` is 1.
     """
     queries, keys = max(length for _, length in shapes), max(map(sum, shapes))
     start, length = layout.tensor(np.array(shapes).T[..., None, None])
@@ -211,7 +211,7 @@ _shared_mask = once_per_layout(_segment_mask)
 
 @once_per_layout
 def dense_mask(layout: FlatLayout, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """`(1, 1, T, T)` mask to add to the scores of the whole flat row; see [`_segment_mask`]."""
+    """`(1, 1, T, T)` additive mask of the whole flat row; see [`_segment_mask`]."""
     total = layout.segments.num_tokens
     mask = torch.full((total, total), torch.finfo(dtype).min, dtype=dtype, device=layout.device)
     for i, queries in enumerate(mask.split(layout.segments.lengths)):
@@ -222,8 +222,8 @@ def dense_mask(layout: FlatLayout, window: int | None, dtype: torch.dtype) -> to
 
 def causal_mask(layout: FlatLayout, rows: int, length: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
     """
-    `(rows, 1, length, length)` mask to add to the scores of ordinary rows, made once per batch. It has all `rows`,
-    because DeepSeek V4 puts a mask of its compressed keys beside it, which is another in each row.
+    `(rows, 1, length, length)` additive mask of ordinary rows, made once per batch. It is expanded to all `rows`,
+    because DeepSeek V4 concatenates it with a mask of compressed keys that differs from row to row.
     """
     return _shared_mask(layout, ((0, length),), window, dtype).expand(rows, 1, length, length)
 
@@ -238,8 +238,8 @@ def backbone_mask(
     backend: BackendName, context: PassContext, config: PreTrainedConfig, dtype: torch.dtype, carries_state: bool
 ) -> Masks:
     """
-    The attention mask of a backbone whose text has `config`: a [`FlatMask`], `(1, 1, T, T)` of `dtype`, a dict of these
-    by kind of layer, or `None`. Layers that carry state are told of the layout by a mask of their own.
+    The attention mask of a backbone with the text configuration `config`: a [`FlatMask`], `(1, 1, T, T)` of `dtype`, a
+    dict of these by layer type, or `None`. Layers that carry state get the layout in a mask of their own.
     """
     kinds = set(config_value(config, "layer_types") or ()).difference(_STATE)
     if not kinds:
@@ -256,7 +256,7 @@ def backbone_mask(
             layout = layout.without_blocks()
         if backend not in ATTENTION_BACKENDS:
             return dense_mask(layout, config.sliding_window if kind == _SLIDING else None, dtype)
-        # Attention functions are given their window
+        # Attention functions get their window as an argument
         return whole if layout is context.layout else FlatMask.carrying(replace(context, layout=layout))
 
     masks: dict[str, Masks] = {}

@@ -1,8 +1,8 @@
 """Padded calls of a model, computed flat: rows in, a flat batch through its backbone, rows out.
 
-The forward of the backbone is replaced, and every head above computes with its answers as before: in rows, with zeros
-where there is padding. Where only logits are asked for, the head computes flat tokens too. Calls that are no plain rows
-compute as before, and the first of each kind says so.
+The backbone's forward is replaced. Heads still see padded tensors, with zeros in the padding. If a call only asks for
+logits, the head computes flat tokens, too. Calls with anything but plain rows are computed as before, and the first of
+each kind logs a warning.
 """
 
 import functools
@@ -29,32 +29,32 @@ from .restored import attributes_set, mark_of
 
 logger = logging.get_logger(__name__)
 
-# Where a backbone keeps its [`PaddedCalls`], and the forward that it had before
+# Where a backbone keeps its [`PaddedCalls`] and its original forward
 ATTRIBUTE = "padded_calls"
 
 
 class _Lock(threading.Condition):
-    """A lock that one thread may take several times. Copies of what holds it have one of their own."""
+    """A reentrant lock. Copies of its owner get a new one."""
 
     def __reduce__(self) -> tuple[type["_Lock"], tuple[()]]:
         return _Lock, ()
 
 
 class PaddedCalls(PaddedRows):
-    """Computes the padded calls of one model flat, by the route of its [`FlatModel`]. Copies of it have copies."""
+    """Computes the padded calls of one model flat, by the route of its [`FlatModel`]. Copied with the model."""
 
     def __init__(self, flat: FlatModel):
         super().__init__(flat)
-        self.is_off = False  # in calls that compute as before, and within those that compute a flat batch
-        self.says, self.said = True, set[str]()  # whether it warns of calls that compute as before; past reasons
-        self.of_head: tuple[Inputs, FlatBatch] | None = None  # the call of the head, for the backbone beneath it
-        self.lock = _Lock()  # a call at a time: hooks tell the model of the batch
+        self.is_off = False  # during calls that are computed as before, and within flat ones
+        self.says, self.said = True, set[str]()  # whether to warn of calls computed as before; reasons so far
+        self.of_head: tuple[Inputs, FlatBatch] | None = None  # the head's current call, for the backbone beneath it
+        self.lock = _Lock()  # one call at a time: hooks pass the batch to the model
 
     @classmethod
     def install(cls, flat: FlatModel) -> "PaddedCalls":
         """Have the model of `flat` compute padded calls flat."""
         calls, model = flat.padded or cls(flat), flat.model
-        # The forward of some models (OPT) calls the decoder within the backbone that others call
+        # The forward of some models (OPT) bypasses the backbone and calls the decoder inside
         for backbone in {model.base_model, model.base_model if takes_images(model) else model.get_decoder()}:
             if not mark_of(backbone, ATTRIBUTE):
                 calls._bind(backbone)
@@ -63,7 +63,7 @@ class PaddedCalls(PaddedRows):
 
     @property
     def is_called(self) -> bool:
-        """Whether the forward of the backbone is ours, or has it inside. A model that was saved whole has lost it."""
+        """Whether the backbone's forward is ours, or wraps ours. A model that was saved whole has lost it."""
         return bool(mark_of(self.flat.model.base_model, ATTRIBUTE))
 
     def _bind(self, backbone: torch.nn.Module) -> None:
@@ -79,7 +79,7 @@ class PaddedCalls(PaddedRows):
         backbone.forward = types.MethodType(forward, backbone)
 
     def remove(self) -> None:
-        """Have padded calls computed as before."""
+        """Restore the original forwards: padded calls are computed as before."""
         for module in self.flat.model.modules():
             if vars(module).get(ATTRIBUTE, (None,))[0] is self:
                 module.forward = vars(module).pop(ATTRIBUTE)[1]
@@ -93,7 +93,7 @@ class PaddedCalls(PaddedRows):
 
     @torch.compiler.disable(recursive=False)
     def of_model(self, forward: Callable, args: tuple, kwargs: Inputs) -> object:
-        """The answer to a call of the whole model, whose own forward is `forward`."""
+        """Answer a call of the whole model, whose own forward is `forward`."""
         inputs = by_name(forward, args, kwargs) if args else kwargs
         with self.lock:
             batch, places = self._flattened(inputs)
@@ -106,7 +106,7 @@ class PaddedCalls(PaddedRows):
             return self._watched(outputs, places)
 
     def of_backbone(self, forward: Callable, args: tuple, kwargs: Inputs) -> object:
-        """The answer to a call of the backbone, whose own forward is `forward`."""
+        """Answer a call of the backbone, whose own forward is `forward`."""
         inputs = by_name(forward, args, kwargs) if args else kwargs
         batch, places = self._handed_on(inputs) if self.of_head else self._flattened(inputs)
         with self.aside():
@@ -120,7 +120,7 @@ class PaddedCalls(PaddedRows):
         return self._watched(type(outputs)(**values), places)
 
     def _handed_on(self, inputs: Inputs) -> tuple[FlatBatch | None, Places | None]:
-        """The flat batch of a backbone's call within that of a head, which may have changed what it hands on."""
+        """The flat batch of a backbone's call within that of a head, which may have changed the rows it passes on."""
         assert self.of_head is not None
         given, batch = self.of_head
         if all(inputs.get(name) is given.get(name) for name in ("input_ids", "attention_mask", "position_ids")):
@@ -133,7 +133,7 @@ class PaddedCalls(PaddedRows):
 
     @contextmanager
     def _computing(self, batch: FlatBatch) -> Iterator[None]:
-        """Counts a batch that is computed within. Errors say that it was flat, and what to do."""
+        """Count the batch computed within this context. Errors get a note that it was flat, and what to do."""
         self.flat.counts += batch.counts
         try:
             yield
@@ -147,8 +147,8 @@ class PaddedCalls(PaddedRows):
             raise
 
     def _watched(self, outputs: Any, places: Places | None) -> object:
-        """Has the backward pass look whether the loss reads `outputs` at `places`, of padding before first tokens."""
-        # First come logits or hidden states, as such a call has no labels
+        """Have the backward pass check if the loss reads `outputs` at `places`, where padding predicts first tokens."""
+        # The first output is logits or hidden states, as such a call has no labels
         if places is not None and outputs[0].requires_grad:
             outputs[0].register_hook(partial(self._see, places))
         return outputs
@@ -165,7 +165,7 @@ class PaddedCalls(PaddedRows):
             self.scores_first = scores_first
 
     def _in_rows(self, batch: FlatBatch, name: str, value: object) -> object:
-        """An output of a backbone in rows: `(R, L, ...)`, or of routers, which give `(T, ...)`, `(R * L, ...)`."""
+        """A backbone's output in rows: `(R, L, ...)`, or `(R * L, ...)` for router outputs, which are `(T, ...)`."""
         if isinstance(value, tuple):
             return tuple(self._in_rows(batch, name, entry) for entry in value)
         if isinstance(value, torch.Tensor) and value.shape[:2] == batch.input_ids.shape:
@@ -187,8 +187,8 @@ class PaddedCalls(PaddedRows):
 
     def _flattened(self, inputs: Inputs) -> tuple[FlatBatch | None, Places | None]:
         """
-        The flat batch of a call's rows, on their device; `None` if the call is to be computed as before. And where
-        padding would predict first tokens, if only the backward pass can tell whether the loss scores these.
+        The flat batch of a call's rows, on their device; `None` if the call is to be computed as before. Also the
+        places where padding predicts first tokens, if only the backward pass can tell whether the loss scores these.
         """
         if self.is_off:
             return None, None
@@ -209,7 +209,7 @@ class PaddedCalls(PaddedRows):
             logger.warning(f"padding_free: {name} computes a call as before, with its padding: {reason}.")
 
     def _refuse_changes(self) -> None:
-        """Refuse adapters and attention that were put on after `padding_free`, and cannot be computed flat."""
+        """Reject unsupported adapters, or another attention implementation, set after `padding_free`."""
         model, route = self.flat.model, self.flat.route
         if reason := why_padded([model]):
             raise ValueError(f"{reason}, or leave the call of `padding_free` out.")

@@ -1,4 +1,4 @@
-"""Which padded calls are plain rows, and their flat batches; why the others are computed as before."""
+"""Which padded calls are plain rows, their flat batches, and why other calls are computed as before."""
 
 import inspect
 
@@ -15,7 +15,7 @@ ROWS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cac
 OF_HEADS = ("labels", "shift_labels", "logits_to_keep", "num_items_in_batch")
 _OUTPUTS = ("output_hidden_states", "output_attentions")
 
-Places = tuple[torch.Tensor, torch.Tensor]  # rows, and columns counted from the last
+Places = tuple[torch.Tensor, torch.Tensor]  # rows, and columns counted from the end
 
 
 class PaddedRows:
@@ -25,20 +25,20 @@ class PaddedRows:
         self.flat, model = flat, flat.model
         self.classifies_rows = type(model).__name__.endswith("ForSequenceClassification")
         self.counts_by_mask = architecture.counts_positions_by_mask(model)
-        # Token types, which tokenizers also give to models that do not take them
+        # Token types, which tokenizers return even for models that do not take them
         self.ignored = {*TYPE_ROWS} - inspect.signature(model.base_model.forward).parameters.keys()
         self.follows_longest = bool(architecture.rotary_limits(model.config.get_text_config()))
-        # Whether rows are computed flat that are padded on the left, whose router losses are asked for, with labels
+        # Whether calls are computed flat if they have padding on the left, ask for router losses, or have labels
         self.with_left_padding = self.with_routers = self.with_labels = True
-        # Whether a backward pass has scored the first token of a row after padding; `None` before any could
+        # Whether the loss scores first tokens after padding; `None` until a backward pass could tell
         self.scores_first: bool | None = None
 
     def _wants(self, inputs: Inputs, name: str) -> bool:
-        """Whether a call, or else the configuration, asks for `name`."""
+        """Whether a call asks for `name`, or the configuration if the call leaves it unset."""
         return architecture.wants(self.flat.model.config.get_text_config(), inputs, name)
 
     def _why_no_rows(self, inputs: Inputs) -> str:
-        """Why the arguments of a call are no plain rows, whatever their values; empty if they may be."""
+        """Why the arguments of a call, whatever their values, are not plain rows; empty if they may be."""
         rows, mask, positions = map(inputs.get, ("input_ids", "attention_mask", "position_ids"))
         known = {*ROWS, *OF_HEADS, *self.ignored}
         extra = [name for name, x in inputs.items() if name not in known and isinstance(x, torch.Tensor | list | tuple)]
@@ -65,7 +65,7 @@ class PaddedRows:
         return ""
 
     def _flat_batch_of(self, inputs: Inputs) -> tuple[FlatBatch | str, Places | None]:
-        """A batch or a reason from values, copied to the host at once, and where padding predicts first tokens."""
+        """The flat batch or why there is none, from values copied to the host; where padding predicts first tokens."""
         rows = inputs["input_ids"]
         labels = () if self.classifies_rows else ("labels", "shift_labels")
         given = {name: inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids", *labels)}
@@ -77,7 +77,7 @@ class PaddedRows:
         if (mask != real).any():
             return "its `attention_mask` has other numbers than 0 and 1", None
         begins = mask.diff() > 0
-        if (begins.sum(1) + real[:, 0] > 1).any():  # a head may predict the token after the gap from what is in it
+        if (begins.sum(1) + real[:, 0] > 1).any():  # a head may predict the token after a gap from the padding in it
             return "it has padding between the tokens of a row", None
         if begins.any() and not self.with_left_padding:
             return "it has padding on the left, with which the model itself computes a row differently", None
@@ -103,7 +103,7 @@ class PaddedRows:
         return FlatBatch.from_padded(ids, mask, None, positions, prefix_sharing=sharing, reach=reach), places
 
     def _first_predictions(self, inputs: Inputs, real: torch.Tensor) -> Places | None:
-        """Where a call answers with what padding on the left predicts of the first tokens of rows."""
+        """Where the answer to a call holds predictions of first tokens made by padding on the left."""
         if self.flat.is_pooled:
             return None
         width, kept = real.size(1), inputs.get("logits_to_keep")
@@ -114,15 +114,15 @@ class PaddedRows:
         return (rows, columns[rows]) if len(rows) else None
 
     def _why_padding_counts(self, ids: torch.Tensor, real: torch.Tensor, values: dict[str, torch.Tensor]) -> str:
-        """Why an answer would depend on what the model computes for padding; empty if it does not."""
+        """Why the answer would depend on what the model computes for padding; empty if it does not."""
         for name in values.keys() & {"labels", "shift_labels"}:
-            # The head of a language model scores by each token the label of the next
+            # The head of a language model scores the label of the next token
             moves = name == "labels" and not self.flat.is_pooled
             scored = (values[name] != IGNORE_INDEX)[:, int(moves) :]
             if (scored & ~real[:, : scored.size(1)]).any():
                 return f"`{name}` has others than {IGNORE_INDEX} where padding would be scored"
         if self.classifies_rows:
-            padding = self.flat.model.config.get_text_config().pad_token_id  # by its id, the head finds the last token
+            padding = self.flat.model.config.get_text_config().pad_token_id  # the head finds the last token by this id
             found = torch.ones_like(real) if padding is None else ids != padding
             last = (torch.arange(ids.size(1)) * found).argmax(1, keepdim=True)
             if not real.gather(1, last).all():
@@ -131,7 +131,7 @@ class PaddedRows:
 
 
 def _on_host(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Rows of one shape, int64 on the CPU: in one copy, as each waits for the device."""
-    # What is no whole number in floating point becomes 2: transformers reads it as true, and 0.5 would become 0
+    """Rows of one shape as int64 on the CPU, in a single copy, because each copy waits for the device."""
+    # Floats that are not whole become 2: transformers reads them as true, and `long()` would turn 0.5 into 0
     whole = [torch.where(x.long() == x, x, 2).long() if x.is_floating_point() else x.long() for x in rows.values()]
     return dict(zip(rows, torch.stack([x.to(whole[0].device) for x in whole]).cpu(), strict=True))

@@ -1,4 +1,4 @@
-"""What a context changes and puts back, whether a forward is still ours, and the local part of a tensor."""
+"""Contexts that restore what changes within, whether a forward is still ours, and the local shard of a tensor."""
 
 import inspect
 from collections.abc import Iterable, Iterator
@@ -23,22 +23,22 @@ def attributes_set(values: Iterable[tuple[object, str, object]]) -> Iterator[Non
 
 
 def modes_restored(modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
-    """After this context, each of `modules` is in training or evaluation mode, as it was before."""
+    """Restores the mode of each of `modules`, training or evaluation, after the context."""
     return attributes_set((module, "training", module.training) for module in modules)
 
 
 @contextmanager
 def buffers_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """After this context, buffers are as before, such as counters and "dynamic" rotary frequencies."""
+    """Restores buffers after the context, such as counters and "dynamic" RoPE frequencies."""
     modules = [*modules]
     buffers = [
         (module, name, x, x.clone())
         for module in modules
         for name, x in module.named_buffers(recurse=False)
-        # No forward changes packed weights and masks, which may be as large as all else
+        # No forward changes packed weights and masks, which may be as large as everything else
         if x.is_floating_point() or x.ndim < 2
     ]
-    ends = "max_seq_len_cached"  # the lengths that frequencies were made for
+    ends = "max_seq_len_cached"  # the lengths for which frequencies were made
     lengths = [(module, name, x) for module in modules for name, x in vars(module).items() if name.endswith(ends)]
     try:
         with attributes_set(lengths):
@@ -52,7 +52,7 @@ def buffers_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def gradients_dropped(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Within this context, gradients of `parameters` are dropped as soon as they are there."""
+    """Within this context, gradients of `parameters` are dropped as soon as they are accumulated."""
     with ExitStack() as hooks:
         for parameter in parameters:
             hooks.enter_context(parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)))
@@ -61,20 +61,20 @@ def gradients_dropped(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def random_state_restored(model: torch.nn.Module) -> Iterator[None]:
-    """After this context, the random state of the CPU and of the accelerators of `model` is as it was before."""
-    accelerator = torch.accelerator.current_accelerator() or torch.device("cuda")  # for none, any
+    """Restores the random state of the CPU and of the accelerators of `model` after the context."""
+    accelerator = torch.accelerator.current_accelerator() or torch.device("cuda")  # without one, any will do
     devices = {p.device.index or 0 for p in model.parameters() if p.device.type == accelerator.type}
     with torch.random.fork_rng(sorted(devices), device_type=accelerator.type):
         yield
 
 
 def mark_of(module: torch.nn.Module, name: str) -> object:
-    """The attribute `name` of the forward that we gave a module; `None` if it has another by now, or never had ours."""
-    # Wrappers that copy its attributes have the mark themselves; others are looked into
+    """The attribute `name` of the forward that we gave a module; `None` if it was replaced since, or never set."""
+    # Wrappers that copy attributes have the mark themselves; others are unwrapped
     innermost = inspect.unwrap(module.forward, stop=lambda function: name in vars(function))
     return vars(innermost).get(name)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a sharded tensor that lies on this device; any other tensor as it is."""
+    """The shard of a distributed tensor on this device; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

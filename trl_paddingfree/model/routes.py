@@ -25,18 +25,18 @@ _DESCRIPTIONS: dict[BackendName, str] = {
 
 
 def describe(backend: BackendName, previous: str) -> str:
-    """What a backend does on a model that was loaded with the attention implementation `previous`, in words."""
+    """A description of what a backend does on a model loaded with the attention implementation `previous`."""
     return f"{backend}: {_DESCRIPTIONS[backend].format(previous=previous)}"
 
 
 def takes_boundaries(previous: str) -> bool:
-    """Whether an attention implementation is flash attention or comes from the hub: it takes boundaries, not masks."""
+    """Whether an attention implementation takes boundaries, not masks: flash attention and kernels from the hub."""
     return "flash" in previous or "/" in previous
 
 
 @dataclass(frozen=True)
 class Route:
-    """The way in which a model computes flat batches."""
+    """How a model computes flat batches."""
 
     backend: BackendName
     previous: str  # the attention implementation that the model was loaded with
@@ -94,8 +94,9 @@ def choose_route(
     device: torch.device | None = None,
 ) -> Route:
     """
-    Choose how `model` computes flat batches: by the fastest backend that can serve it (`"auto"`), or by one that is
-    then used, or refused with every reason. Attention will run in `dtype` on `device`, by default the model's.
+    Choose how `model` computes flat batches: `"auto"` takes the fastest backend that can serve it; a backend given by
+    name is used, or rejected with every reason against it (`ValueError`). Attention will run in `dtype` on `device`, by
+    default the model's.
     """
     previous = str(upstream.attn_implementation(model))  # a `StandIn` reads as the name that it stands in for
     if model.base_model is model:
@@ -127,14 +128,14 @@ def choose_route(
 
 
 def why_not_to_share(backend: BackendName, previous: str) -> str:
-    """Why a model cannot share prefixes with a backend, whatever a check would say; empty if that has to be tried."""
+    """Why a backend rules out sharing prefixes, on any model; empty if only a check can tell."""
     if backend == "positions":
         return f"{previous!r} is told of sequences, not of trees; load the model with 'sdpa' to share them"
     return ""
 
 
 def refuse_unsliceable(model: PreTrainedModel, route: Route, size: int) -> None:
-    """Refuse a model that `size` processes cannot compute in slices by a route, before anything is exchanged."""
+    """Reject, before anything is exchanged, a model that `size` processes cannot compute in slices by a route."""
     heads, reason = architecture.config_value(model.config.get_text_config(), "num_attention_heads"), ""
     states = state_heads(model)
     whole = sorted({type(layer).__name__ for layer in state_layers(model) if not can_go_along_tree(layer)})
@@ -168,7 +169,7 @@ def why_not_in_slices(model: PreTrainedModel, route: Route, group: SequenceGroup
 
 
 def routes_to_try(model: PreTrainedModel, route: Route, *, fallback: bool = True) -> list[Route]:
-    """`route`, with and without sharing, then, with `fallback`, slower backends; states along the tree first."""
+    """`route` with and without sharing, then slower backends if `fallback`; states along the tree come first."""
     backends: list[BackendName] = [route.backend]
     if fallback:  # backends that ask less of a model: its own attention over segments, or with its own arguments
         backends += ["segment"] if route.backend == "varlen" else []

@@ -1,10 +1,10 @@
 """One flat batch on several processes: each computes a slice of its tokens, and attention exchanges heads for tokens.
 
-All that is done per token is done for the slice. Attention is the unchanged backend with the unchanged layout, over all
-tokens for some of the heads, as in DeepSpeed-Ulysses (arXiv 2309.14509); so are scans, whose states have heads, too.
+All work per token is done on the slice. Attention runs the unchanged backend with the unchanged layout, over all tokens
+for some of the heads, as in DeepSpeed-Ulysses (arXiv 2309.14509). So do scans, whose states have heads, too.
 Convolutions get the few tokens before the slice that they read. Only values of scored tokens are gathered, from which
 each process computes the same loss. The gather's backward pass multiplies the gradient of the slice by the group size:
-engines average gradients over all processes, which then gives the sum over a group, and the mean over groups.
+engines average gradients over all processes, which then yields the sum over a group and the mean over groups.
 
 Shape legend: see [`~trl_paddingfree.flat.segments`]; in addition
     W = processes of a group, t = tokens of a slice, H = heads of queries or states, K = heads of keys, D = head size
@@ -39,8 +39,8 @@ def scored_sizes(batch: FlatBatch, size: int) -> tuple[int, ...]:
 
 def spans_of(total: int, number: int, size: int, cuts: tuple[int, ...] = ()) -> list[range]:
     """
-    The flat tokens that process `number` of `size` computes: its slice of all, or with `cuts` its part of each of the
-    slices that are computed one after another.
+    The flat tokens that process `number` of `size` computes: its slice of the axis, or with `cuts` its share of each of
+    the slices that are computed one after another.
     """
     spans = []
     for start, stop in pairwise(cuts or (0, total)):
@@ -51,7 +51,7 @@ def spans_of(total: int, number: int, size: int, cuts: tuple[int, ...] = ()) -> 
 
 
 def owners_of(total: int, size: int, cuts: tuple[int, ...] = ()) -> np.ndarray:
-    """`(T,)` int64: the process of `size` that computes each flat token."""
+    """`(T,)` int64: which of `size` processes computes each flat token."""
     sizes = [slice_sizes(stop - start, size) for start, stop in pairwise(cuts or (0, total))]
     return np.concatenate([np.repeat(np.arange(size), of_slice) for of_slice in sizes])
 
@@ -59,8 +59,8 @@ def owners_of(total: int, size: int, cuts: tuple[int, ...] = ()) -> np.ndarray:
 @once_per_layout
 def _share(layout: FlatLayout, number: int, size: int, cuts: tuple[int, ...]) -> tuple[np.ndarray, ...]:
     """
-    The flat tokens that process `number` of `size` computes; of these, ascending, its own, without those that stand in
-    for an empty slice; and the first place of each of its own among all. All are int64.
+    Three int64 arrays: the flat tokens that process `number` of `size` computes; its own among them, ascending, without
+    stand-ins for empty slices; and the first place of each of its own in the first array.
     """
     total = layout.segments.num_tokens
     index = np.concatenate(spans_of(total, number, size, cuts))
@@ -72,11 +72,11 @@ def _share(layout: FlatLayout, number: int, size: int, cuts: tuple[int, ...]) ->
 def slice_of(batch: FlatBatch, number: int, size: int) -> FlatBatch:
     """
     What process `number` of `size` computes of a batch, see [`spans_of`]. `input_ids`, `position_ids`, `token_rows`,
-    `shift_labels` and `scored_index` are those of its tokens; all else, the rows and the layout among them, stays that
-    of the whole.
+    `shift_labels` and `scored_index` hold its tokens only; everything else, including rows and layout, stays that of
+    the whole batch.
 
-    The host knows where slices begin and what they score, so that nothing is read from the device. In an empty slice,
-    two tokens stand in, and in one without scored tokens a label of -100: models need something to compute.
+    The host knows where slices begin and what they score, so nothing is read from the device. An empty slice gets two
+    stand-in tokens, and one without scored tokens a label of -100, because models need something to compute.
 
     >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
     >>> [slice_of(batch, number, 2).input_ids.tolist() for number in range(2)]
@@ -103,12 +103,12 @@ def slice_of(batch: FlatBatch, number: int, size: int) -> FlatBatch:
 
 
 class SequenceGroup:
-    """The processes that compute one flat batch together, as one of them, `rank` of `size`, sees it."""
+    """The processes that compute one flat batch together, seen from one of them, `rank` of `size`."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group, self.device = group, device
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        # What hosts know, they compare by themselves: from a device, they would have to wait for it
+        # Hosts compare what they know among themselves: through a device, they would have to wait for it
         self.hosts = group
         if device.type != "cpu":
             ranks = dist.get_process_group_ranks(group)
@@ -116,8 +116,8 @@ class SequenceGroup:
 
     def own_part(self, batch: FlatBatch, config: PreTrainedConfig) -> FlatBatch:
         """
-        What this process computes of a batch, see [`slice_of`]. Refuses rows whose rotary frequencies would follow its
-        slice, and batches that are not the same on all processes.
+        What this process computes of a batch, see [`slice_of`]. Rejects rows so long that RoPE frequencies would depend
+        on its slice, and batches that differ between processes.
         """
         width = batch.row_index.size(1)
         for kind, limit in rotary_limits(config).items():
@@ -133,7 +133,7 @@ class SequenceGroup:
         return slice_of(batch, self.rank, self.size)
 
     def too_long(self, kind: str, limit: int) -> str:
-        """Why rows beyond the `limit` of a `kind` of rotary frequencies cannot be computed in slices."""
+        """Why rows of more than `limit` tokens cannot be computed in slices with the RoPE type `kind`."""
         return (
             f"`sequence_parallel_size={self.size}`: with `rope_type={kind!r}`, a row of more than {limit} tokens "
             f"changes the frequencies of its whole batch, and slices do not know of it. Set `max_length={limit}`, or "
@@ -150,7 +150,7 @@ class SequenceGroup:
         *states: torch.Tensor, **kwargs: object,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         """
-        Attention `(1, t, H, D)` of a slice, whose `states` are `(1, heads, t, D)`. The function `attend`
+        Attention `(1, t, H, D)` of a slice, from `states` of shape `(1, heads, t, D)`. The function `attend`
         computes it for the heads of this process, over all tokens of the layout: `(1, heads, T, D)`.
         """
         num_heads, of_tokens = states[0].size(1), [x.squeeze(0).transpose(0, 1) for x in states]
@@ -161,7 +161,7 @@ class SequenceGroup:
         return self._to_tokens(output.squeeze(0), num_heads)[None], None
 
     def with_context(self, layout: FlatLayout, states: torch.Tensor, size: int) -> torch.Tensor:
-        """Processes send each other up to `size` tokens that precede each slice, and each segment that begins in it."""
+        """Processes exchange up to `size` tokens before each slice, and before each segment that begins in it."""
         halo = Halo.of(layout, size, self.rank, self.size)
         if not halo.is_needed:
             return states
@@ -172,7 +172,7 @@ class SequenceGroup:
     def scan(
         self, layout: FlatLayout, scan: Scan, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]
     ) -> torch.Tensor:
-        """Like attention: a scan of all tokens, along the whole tree, for the heads of this process."""
+        """As in attention: scan all tokens, along the whole tree, for the heads of this process."""
         num_heads = inputs[0].size(2)
         whole, heads = self._to_heads([x.squeeze(0) for x in inputs], layout.segments.num_tokens)
         outputs, _ = scan([x[None] for x in whole], [None if x is None else x[heads] for x in weights])
@@ -180,15 +180,15 @@ class SequenceGroup:
 
     def _to_heads(self, states: Sequence[torch.Tensor], num_tokens: int) -> tuple[list[torch.Tensor], slice]:
         """
-        From states `(t, heads, ...)` of this slice to `(T, n, ...)` of all tokens, for `n` heads of this process: a
-        share of those of the first tensor, which it also gives, and those of the others that they read.
+        Exchange states `(t, heads, ...)` of this slice for `(T, n, ...)` of all tokens, for the `n` heads of this
+        process: its share of the heads of the first tensor, also returned, and the heads of the others that these read.
         """
         if (num_heads := states[0].size(1)) < self.size:
             raise ValueError(f"`sequence_parallel_size={self.size}` is more than the {num_heads} heads of a layer.")
         sizes = slice_sizes(num_tokens, self.size)
         heads = [[keys for _, keys in head_shares(num_heads, x.size(1), self.size)] for x in states]
         whole: dict[int, torch.Tensor] = {}
-        for dtype in dict.fromkeys(x.dtype for x in states):  # one message for each
+        for dtype in dict.fromkeys(x.dtype for x in states):  # one message per dtype
             alike = [i for i, x in enumerate(states) if x.dtype == dtype]
             # For each process, the states of its heads, one row per token of this slice
             parts = [
@@ -204,9 +204,9 @@ class SequenceGroup:
         return [whole[i] for i in range(len(states))], slice(own[0], own[-1] + 1)
 
     def _to_tokens(self, output: torch.Tensor, num_heads: int) -> torch.Tensor:
-        """Back from outputs `(T, n, ...)` for the heads of this process to `(t, heads, ...)` for its slice."""
+        """Exchange outputs `(T, n, ...)` for the heads of this process for `(t, heads, ...)` of its slice."""
         sizes = slice_sizes(len(output), self.size)
-        numbers = [len(heads) for heads, _ in head_shares(num_heads, num_heads, self.size)]  # of heads, by process
+        numbers = [len(heads) for heads, _ in head_shares(num_heads, num_heads, self.size)]  # heads per process
         own, width = sizes[self.rank], output[0, 0].numel()
         sent, got = [n * numbers[self.rank] * width for n in sizes], [own * number * width for number in numbers]
         received = Exchanged.apply(output.flatten(), sent, got, self.group)
@@ -219,34 +219,34 @@ class SequenceGroup:
     def _with_heads(
         self, module: torch.nn.Module, heads: slice, num_heads: int, kwargs: Inputs
     ) -> tuple[torch.nn.Module, Inputs]:
-        """A layer with only some of its heads, and the arguments of its attention, cut likewise."""
+        """A copy of a layer with only some of its heads, and its attention's arguments, cut likewise."""
 
         def cut(values: Inputs) -> Inputs:
             return {name: x[heads] for name, x in values.items() if torch.is_tensor(x) and x.shape == (num_heads,)}
 
-        kwargs.pop("position_ids", None)  # attention has the layout
+        kwargs.pop("position_ids", None)  # attention uses the layout
         own = cut(kwargs)
         if unknown := [name for name, x in kwargs.items() if torch.is_tensor(x) and x.ndim and name not in own]:
             raise ValueError(
                 f"`sequence_parallel_size={self.size}`: {type(module).__name__} gives its attention function "
                 f"`{unknown[0]}`, of which it is not known what belongs to which head. Set it to 1."
             )
-        part = copy.copy(module)  # which shares all weights; its own attributes are found before them
+        part = copy.copy(module)  # shares all weights; attributes set on it take precedence over them
         vars(part).update(cut(dict(module.named_parameters(recurse=False))))
         return part, {**kwargs, **own}
 
     # --- values of all slices ---------------------------------------------------------------------------------------
 
     def gather_scored(self, values: dict[str, torch.Tensor], batch: FlatBatch) -> dict[str, torch.Tensor]:
-        """From values `(1, p)` of scored tokens of a slice to those `(1, P)` of the batch, in one message."""
-        stacked = torch.stack([x[0] for x in values.values()], 1)  # of a dtype that holds all
+        """Gather values `(1, p)` of a slice's scored tokens into `(1, P)` of the whole batch, in one message."""
+        stacked = torch.stack([x[0] for x in values.values()], 1)  # in a dtype that holds all
         owners = owners_of(batch.layout.segments.num_tokens, self.size, batch.schedule.cuts)[batch.scored]
         columns = self._gathered(stacked, owners, batch.layout).unbind(1)
         gathered = {name: x[None].to(values[name].dtype) for name, x in zip(values, columns, strict=True)}
         return {name: x if values[name].requires_grad else x.detach() for name, x in gathered.items()}
 
     def gather_tokens(self, states: torch.Tensor, batch: FlatBatch) -> torch.Tensor:
-        """From states `(t, ...)` of a slice to those `(T, ...)` of all tokens of a batch."""
+        """Gather states `(t, ...)` of a slice into `(T, ...)` of all tokens of a batch."""
         layout, cuts = batch.layout, batch.schedule.cuts
         _, _, places = _share(layout, self.rank, self.size, cuts)
         if len(places) < len(states):
@@ -254,7 +254,7 @@ class SequenceGroup:
         return self._gathered(states, owners_of(layout.segments.num_tokens, self.size, cuts), layout)
 
     def _gathered(self, values: torch.Tensor, owners: np.ndarray, layout: FlatLayout) -> torch.Tensor:
-        """The values of all processes in the order of the flat axis; `owners` says whose each is."""
+        """The values of all processes in flat order; `owners` holds the process of each."""
         by_process = Gathered.apply(values, np.bincount(owners, minlength=self.size).tolist(), self.group)
         if (owners[1:] >= owners[:-1]).all():
             return by_process
@@ -263,28 +263,28 @@ class SequenceGroup:
     def whole_gradients(
         self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], batch: FlatBatch
     ) -> list[torch.Tensor]:
-        """Gradients as engines average them, from those of a slice: of embeddings, now `(1, T, D)`, and of weights."""
+        """Gradients as engines average them, from a slice's: of embeddings, now `(1, T, D)`, and of weights."""
         first, *others = [x.new_zeros(x.shape) if y is None else y for x, y in zip(tensors, gradients, strict=True)]
         embedded = self.gather_tokens(first.squeeze(0), batch)[None]
         return [gradient / self.size for gradient in (embedded, *self.summed(others))]
 
     def summed(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The sum of each of these over the group."""
+        """Each gradient summed over the group."""
         sums = [gradient.contiguous() for gradient in gradients]
         for gradient in sums:
             dist.all_reduce(gradient, group=self.group)
         return sums
 
     def largest(self, values: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The largest of each of `values` over the group, of their dtype. Only the hosts take part."""
+        """The element-wise maximum of `values` over the group, in their dtype. Only the hosts take part."""
         maxima = torch.as_tensor(values).clone()
         dist.all_reduce(maxima, dist.ReduceOp.MAX, self.hosts)
         return maxima.numpy()
 
     @contextmanager
     def drawing_apart(self, model: torch.nn.Module) -> Iterator[None]:
-        """Within this context, each process draws other numbers: one seed for all would drop alike in each slice."""
-        seed = int(torch.randint(2**62, ()))  # of the CPU, whose state is one for the whole group
+        """Within this context, each process draws its own numbers: a common seed would repeat dropout in each slice."""
+        seed = int(torch.randint(2**62, ()))  # from the CPU, whose state is the same across the group
         with random_state_restored(model):
             torch.manual_seed(seed + self.rank)
             yield

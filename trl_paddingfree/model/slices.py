@@ -1,8 +1,8 @@
-"""A flat batch in slices, one after another: the decoder computes each, and keeps nothing of it but keys and values.
+"""A flat batch in slices, one after another: the decoder computes each, and keeps only its keys and values.
 
-All but the last ones are computed once more in the backward pass, as a layer that recomputes is. What goes from one to
-the next are the keys and values that later ones read (for layers that carry state, their states). They have gradients,
-which autograd carries back in the right order. Heads, losses and images see one pass, and know nothing of slices.
+All but the last ones are recomputed in the backward pass, like checkpointed layers. Each slice passes on the keys and
+values that later ones read (for layers that carry state, their states). These have gradients, which autograd propagates
+in the right order. Heads, losses and images see a single pass, and know nothing of slices.
 """
 
 import math
@@ -30,7 +30,7 @@ from .restored import attributes_set
 from .sequence import SequenceGroup, spans_of
 
 Tensors = tuple[torch.Tensor, ...]
-# Features of image tokens that layers of a decoder (Qwen3-VL) add to their own, one tensor `(image tokens, H)` a layer
+# Image features that layers of a decoder (Qwen3-VL) add to hidden states, one tensor `(image tokens, H)` per layer
 _DEEPSTACK = "deepstack_visual_embeds"
 NOISE = "neftune_noise_alpha"
 
@@ -38,24 +38,24 @@ NOISE = "neftune_noise_alpha"
 @dataclass(eq=False)
 class Carry:
     """
-    What slice `number` gets of earlier ones, and what it keeps that later ones read, in each call of attention, a
-    convolution or a scan: the [`~trl_paddingfree.model.masks.EarlierSlices`].
+    What slice `number` reads from earlier ones, and what it keeps for later ones, in each call of attention, a
+    convolution or a scan. Implements [`~trl_paddingfree.model.masks.EarlierSlices`].
     """
 
     cuts: tuple[int, ...]
     number: int
-    earlier: Sequence[Tensors]  # what each earlier slice kept; of attention, keys and values `(1, heads, K, D)`
+    earlier: Sequence[Tensors]  # what each earlier slice kept; for attention, keys and values `(1, heads, K, D)`
     with_reach: bool = False  # see [`slices_of`]
     kept: list[torch.Tensor] = field(default_factory=list)
-    parts: dict[tuple[int, int | None], Slice] = field(default_factory=dict)  # this slice of a layout, by window
-    places: dict[torch.nn.Module, list[int]] = field(default_factory=dict)  # of a layer's keys in `kept`, by call
-    is_complete: bool = False  # whether the decoder is done: layers that recompute call attention once more
+    parts: dict[tuple[int, int | None], Slice] = field(default_factory=dict)  # this slice, by layout and window
+    places: dict[torch.nn.Module, list[int]] = field(default_factory=dict)  # where `kept` has a layer's keys, by call
+    is_complete: bool = False  # whether the decoder is done: layers that recompute call attention again
 
     def attend(
         self, attend: Attention, context: PassContext, layer: torch.nn.Module, module: torch.nn.Module,
         *states: torch.Tensor, **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        """Attention over the keys of earlier slices, and then its own. Calls come in the same order in every slice."""
+        """Attention over the keys of earlier slices, then its own. Every slice makes its calls in the same order."""
         part, places = context.part, self.places.setdefault(layer, [])
         assert part is not None
         if not self.is_complete:
@@ -84,7 +84,7 @@ class Carry:
         return something_to_compute(self.cuts[self.number], self.cuts[self.number + 1], num_tokens)
 
     def with_context(self, layout: FlatLayout, states: torch.Tensor, size: int) -> torch.Tensor:
-        """The tokens that a convolution reads before the slice are those that earlier slices have kept for it."""
+        """Append the tokens before the slice that a convolution reads, which earlier slices have kept for it."""
         earlier, (*_, kept) = self._read(layout, size), handed_on(layout, self.cuts, size)[self.number]
         self.kept.append(states.index_select(0, layout.tensor(kept - self.cuts[self.number])))
         return torch.cat([states, *earlier])
@@ -92,16 +92,16 @@ class Carry:
     def scan(
         self, layout: FlatLayout, scan: Scan, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]
     ) -> torch.Tensor:
-        """A scan of the slice goes on from the states in which earlier ones end."""
+        """Scan the slice from the final states of earlier ones."""
         earlier, place = self._read(layout, "states"), len(self.kept)
-        self.kept.append(inputs[0].new_zeros(0))  # holds the place: layers within the scan come later
+        self.kept.append(inputs[0].new_zeros(0))  # reserves the place: layers within the scan append later
         outputs, kept = scan(inputs, weights, self.cuts, self.number, torch.cat(earlier) if earlier else None)
         if kept is not None:
             self.kept[place] = kept
         return outputs
 
     def _read(self, layout: FlatLayout, what: What) -> list[torch.Tensor]:
-        """What earlier slices kept in this call that this one reads, see [`handed_on`]."""
+        """What earlier slices kept in this call for this one, see [`handed_on`]."""
         if self.is_complete:
             self._refuse_recomputing("A layer that carries state")
         handed, place, entries = handed_on(layout, self.cuts, what), len(self.kept), []
@@ -121,7 +121,7 @@ class Carry:
 def in_slices(model: PreTrainedModel, batch: FlatBatch, group: SequenceGroup | None) -> AbstractContextManager[None]:
     """
     Within this context, the decoder of a model computes a flat batch in the slices of its schedule. With a `group`, its
-    processes compute each slice together, and `batch` has only the tokens of this one.
+    processes compute each slice together, and `batch` has only this process's tokens.
     """
     decoder = decoder_of(model)
     forward = partial(_decoder_in_slices, model, batch, group, decoder.forward)
@@ -132,23 +132,23 @@ def in_slices(model: PreTrainedModel, batch: FlatBatch, group: SequenceGroup | N
 def _decoder_in_slices(
     model: PreTrainedModel, batch: FlatBatch, group: SequenceGroup | None, forward: Callable, *args: Any, **kwargs: Any
 ) -> BaseModelOutput:
-    """The output of a decoder, whose own method is `forward`, for all slices, from its arguments for the whole."""
+    """Run a decoder's own `forward` on each slice, and join the outputs. The arguments are those of the whole batch."""
     cuts, kept_slices = batch.schedule.cuts, batch.schedule.kept_slices
-    # With a group, rows so long that rotary frequencies follow them were refused
+    # With a group, rows so long that RoPE frequencies depend on them were rejected
     reach = None if group else rotary_reach(batch.row_index.size(1), model.config.get_text_config())
     embeddings = model.get_input_embeddings()
-    # By the same arguments as in [`Carry.within`], so that layers without a window find these
+    # With the same arguments as in [`Carry.within`], so that layers without a window get these from the cache
     slices, noise = slices_of(batch.layout, cuts, reach is not None, NO_WINDOW), vars(embeddings).get(NOISE)
     if args:
         kwargs = by_name(forward, args, kwargs)
     masks, visual = kwargs.pop("attention_mask"), _visual_places(kwargs, cuts)
-    # Of each slice, the tokens of this process's batch that it computes, and how many of these count
+    # For each slice, which tokens of this process's batch it computes, and how many of them count
     spans, sizes = [each.span for each in slices], np.diff(cuts).tolist()
     if group is not None:
         sizes = [len(span) for span in spans_of(cuts[-1], group.rank, group.size, cuts)]
         spans = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
     layers = checkpointing_layers(decoder_of(model))
-    # `checkpoint` keeps the random states of the devices of its arguments, and the first slice is given no tensors
+    # `checkpoint` saves the random states of its arguments' devices, and the first slice gets no other tensors
     on_devices = tuple(torch.empty(0, device=device) for device in {p.device for p in decoder_of(model).parameters()})
     kept: list[Tensors] = []
     outputs: list[BaseModelOutput] = []
@@ -160,10 +160,10 @@ def _decoder_in_slices(
         own = {name: recursively_apply(_of_slice, value, name, *where) for name, value in kwargs.items()}
         if visual is not None:
             own[_DEEPSTACK] = [x[visual[number] : visual[number + 1]] for x in kwargs[_DEEPSTACK]]
-        # These keep the layout of the whole: layers ask for what they need of it
+        # Masks keep the layout of the whole, of which layers take what they need
         mask = recursively_apply(carry.carried_by, masks, test_type=lambda mask: isinstance(mask, FlatMask))
-        # Set here, as the backward pass computes this again, when TRL may have changed it. A slice recomputes as a
-        # whole, so that its layers do not; and NEFTune's noise shrinks with the length of the axis
+        # Set here, because TRL may change it before the backward pass runs this again. A slice is checkpointed as a
+        # whole, so its layers are not; and NEFTune's noise shrinks with the length of the axis
         settings: list[tuple[object, str, object]] = [(layer, "gradient_checkpointing", False) for layer in layers]
         if noise is not None:
             share = (len(spans[number]) + carry.with_reach) / own_total
@@ -182,13 +182,13 @@ def _decoder_in_slices(
             output, states = checkpoint(compute, number, on_devices, *earlier, use_reentrant=False)
         outputs.append(output)
         kept.append(states)
-        if not torch.is_grad_enabled():  # with gradients, autograd keeps them
+        if not torch.is_grad_enabled():  # with gradients, autograd keeps all
             kept = [x if any(i in later.reads for later in slices[number + 1 :]) else () for i, x in enumerate(kept)]
     return _joined(sizes, outputs)
 
 
 def _joined(sizes: Sequence[int], outputs: Sequence[BaseModelOutput]) -> BaseModelOutput:
-    """One output of a decoder from those of its slices; of each, the first tokens count, as many as `sizes` says."""
+    """Join a decoder's outputs for slices, taking the first `sizes[i]` tokens of slice `i`."""
     hidden = [output["last_hidden_state"][:, :n] for output, n in zip(outputs, sizes, strict=True)]
     joined = type(outputs[0])(last_hidden_state=torch.cat(hidden, 1))
     if outputs[0].get("router_logits") is not None:
@@ -198,23 +198,23 @@ def _joined(sizes: Sequence[int], outputs: Sequence[BaseModelOutput]) -> BaseMod
 
 
 def _of_slice(value: torch.Tensor, name: str, span: range, total: int, reach: int | None) -> torch.Tensor:
-    """An argument of the decoder for a slice: the entries of its tokens, if it has one for each of `total` tokens."""
-    is_position = name == "position_ids"  # of several kinds, where images have positions on a plane
+    """An argument of the decoder, cut to a slice if it has an entry for each of `total` tokens."""
+    is_position = name == "position_ids"  # on several axes, where images have 2-D positions
     dim = -1 if is_position else int(value.shape[:2] == (1, total))
     if not value.ndim or value.size(dim) != total:
         return value
     own = value.narrow(dim, span.start, len(span))
     if reach is None:
         return own
-    extra = own.narrow(dim, 0, 1)  # for the token of `with_reach`; booleans mark image tokens, and it is none
+    extra = own.narrow(dim, 0, 1)  # for the extra token of `with_reach`; booleans mark image tokens, which it is not
     if is_position or own.dtype == torch.bool:
         extra = torch.full_like(extra, reach - 1 if is_position else False)
     return torch.cat([own, extra], dim)
 
 
 def _visual_places(arguments: Inputs, cuts: tuple[int, ...]) -> list[int] | None:
-    """Where the cuts lie among the image tokens, whose features some decoders add; `None` if there are none."""
+    """Where the cuts lie among the image tokens, if the decoder adds features of these; otherwise `None`."""
     if arguments.get(_DEEPSTACK) is None:
         return None
     seen = torch.nn.functional.pad(arguments["visual_pos_masks"].flatten().cumsum(0), (1, 0))
-    return seen[torch.tensor(cuts)].tolist()  # which waits for the device, once a pass
+    return seen[torch.tensor(cuts)].tolist()  # waits for the device, once per pass

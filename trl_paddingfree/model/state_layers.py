@@ -1,9 +1,9 @@
 """Layers that carry state from token to token (recurrences, short convolutions), in models that are otherwise flat.
 
-Most of them go along the tree: they run flat, and every branch goes on from the state at its fork, see `state_tree`.
-The others see rows: each segment's whole path as one row, which starts from a zero state, and of whose outputs those of
-the segment's own tokens are kept. So these layers compute a prefix once for each segment that continues it. The layout
-comes in the argument in which the layer expects a mask, or its state.
+Most of them go along the tree: they run flat, and every branch continues from the state at its fork, see `state_tree`.
+The others see rows: the whole path of each segment as one row, which starts from a zero state. Only the outputs of the
+segment's own tokens are kept, so these layers compute a prefix once for each segment that continues it. The layout
+arrives in the argument in which the layer expects a mask, or its state.
 """
 
 import functools
@@ -30,29 +30,29 @@ from .masks import BOUNDARIES, FlatMask, PassContext, boundaries, causal_mask
 from .restored import attributes_set, mark_of
 from .state_tree import step_cost, tree_functions, with_functions
 
-# Where a layer keeps its [`StateForward`]: copies of the layer come with copies of it
+# Where a layer keeps its [`StateForward`], which is copied with the layer
 ATTRIBUTE = "flat_state"
 
-# Children and buffers that tell layers which carry state without a convolution module: RWKV's shift by one token,
-# xLSTM's recurrence, MiniMax's decay, DeepSeek V4's compressed keys; and the attention of Inkling and Inkling 2, which
-# counts the distance of tokens along its input
+# Children and buffers that identify layers which carry state without a convolution module: RWKV's token shift, xLSTM's
+# recurrence, MiniMax's decay, DeepSeek V4's compressed keys; and the attention of Inkling and Inkling 2, which measures
+# distances between tokens along its input
 _MARKS = {"time_shift", "mlstm_backend", "slope_rate", "compressor", "rel_logits_proj", "relative_position_bias"}
 # Tokens of a small chunk: fewer than most pieces have
 _SMALL_CHUNK = 8
 
-# Where layers keep how many heads their state has: delta rules, and all others
+# Where layers keep the number of heads of their state: delta rules, and all others
 _STATE_HEADS = ("num_v_heads", "num_heads")
 
 
 def is_state_layer(module: torch.nn.Module) -> bool:
-    """Whether `module` has a short convolution, which goes before every recurrence that has kernels."""
-    # PEFT puts a layer of its own around a convolution that it adapts
+    """Whether `module` has a short convolution, which precedes every recurrence that has kernels."""
+    # PEFT wraps a convolution that it adapts
     return any(isinstance(getattr(child, "base_layer", child), torch.nn.Conv1d) for child in module.children())
 
 
 def state_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The layers of `model` that hand something on from token to token, without those inside of others."""
-    # Not an audio encoder beside the layers (Phi-4 multimodal), which has convolutions too
+    """The outermost layers of `model` that carry state from token to token."""
+    # Without the audio encoder beside the layers (Phi-4 multimodal), which has convolutions, too
     stacks = [child for child in model.get_decoder().children() if isinstance(child, torch.nn.ModuleList)]
     return [*dict.fromkeys(layer for stack in stacks for layer in _outermost(stack))]
 
@@ -65,28 +65,28 @@ def _outermost(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def carries_state(model: PreTrainedModel) -> bool:
-    """Whether any layer of `model` hands something on from token to token, beside attention."""
+    """Whether any layer of `model` carries state from token to token, beyond plain attention."""
     return bool(state_layers(model))
 
 
 def missing_kernels(model: PreTrainedModel) -> list[str]:
-    """Packages whose kernels would compute the rows, or the pieces, of these layers in one call, sorted."""
+    """Packages whose kernels would compute these layers' rows or pieces in one call, sorted."""
     forwards = map(_own_forward, state_layers(model))
     return sorted({package for own in forwards for package in upstream.missing_state_kernels(own).values() if package})
 
 
 def _own_forward(layer: torch.nn.Module) -> Callable:
-    """The forward that a layer has without ours."""
+    """A layer's own forward, without ours."""
     return (_installed(layer) or layer).forward
 
 
 def _installed(layer: torch.nn.Module) -> "StateForward | None":
-    """The [`StateForward`] of a layer, if its forward is still ours or has ours inside: others may have replaced it."""
+    """The [`StateForward`] of a layer, if its forward is still ours or wraps ours: others may have replaced it."""
     return vars(layer)[ATTRIBUTE] if mark_of(layer, ATTRIBUTE) else None
 
 
 def can_go_along_tree(layer: torch.nn.Module) -> bool:
-    """Whether a layer calls functions that take an initial state, and that ours can replace."""
+    """Whether a layer mixes tokens by functions that those of `state_tree` can replace."""
     forward = _own_forward(layer)
     if not is_state_layer(layer) or not upstream.state_functions(forward):
         return False
@@ -97,13 +97,13 @@ def can_go_along_tree(layer: torch.nn.Module) -> bool:
 
 
 def state_heads(model: PreTrainedModel) -> int | None:
-    """The fewest heads that the state of any layer has; `None` if none has heads (but channels, or no state)."""
+    """The fewest heads of any layer's state; `None` if none has heads (only channels, or no state)."""
     parts = [vars(part) for layer in state_layers(model) for part in layer.modules()]
     return min((held[name] for held in parts for name in _STATE_HEADS if isinstance(held.get(name), int)), default=None)
 
 
 def repeats_prefixes(model: PreTrainedModel) -> bool:
-    """Whether any layer of `model`, as it is installed, sees rows: it computes a shared prefix again for each."""
+    """Whether any layer of `model`, as installed, sees rows, and so computes shared prefixes repeatedly."""
     return not all(map(_is_along_tree, state_layers(model)))
 
 
@@ -132,7 +132,7 @@ def describe_state_layers(model: PreTrainedModel) -> str:
 def in_small_chunks(model: PreTrainedModel) -> AbstractContextManager[None]:
     """
     Within this context, recurrences that plain PyTorch computes in chunks have chunks of a few tokens, as the pieces
-    of a tree may: the same results, rounded otherwise.
+    of a tree may: the same results up to rounding.
     """
     changed: list[tuple[object, str, object]] = []
     for layer in filter(can_go_along_tree, state_layers(model)):
@@ -155,14 +155,14 @@ def _in_small_chunks(function: Callable, *args: object, **kwargs: object) -> obj
 class StateForward:
     """How our forward of a layer computes flat batches."""
 
-    forward: Callable  # that the layer had
+    forward: Callable  # the layer's own
     along_tree: bool  # if not, the layer sees rows
-    kernels: list[str]  # transformers' functions that it calls, and that have kernels here
+    kernels: list[str]  # transformers' functions that it calls, if kernels for them are installed
     takes_boundaries: bool  # whether all of these take several rows on one axis
 
 
 def install_state_layers(model: PreTrainedModel, along_tree: bool) -> None:
-    """Have layers that carry state read flat layouts: `along_tree` where they can, else as rows. May be repeated."""
+    """Make layers that carry state read flat layouts: `along_tree` if they can, else as rows. May be called again."""
     for layer in state_layers(model):
         own, goes_along = _own_forward(layer), along_tree and can_go_along_tree(layer)
         if not _installed(layer):
@@ -188,7 +188,7 @@ def _bind(layer: torch.nn.Module) -> None:
 
 
 class _NoCache(types.SimpleNamespace):
-    """A cache of which each layer reads a state, and into which xLSTM writes none, as it is false."""
+    """A cache from which each layer reads a state. It is falsy, so xLSTM writes none into it."""
 
     def __bool__(self) -> bool:
         return False
@@ -196,7 +196,7 @@ class _NoCache(types.SimpleNamespace):
 
 def state_arguments(model: PreTrainedModel, context: PassContext) -> Inputs:
     """
-    Arguments by which the layout reaches the layers of a backbone without attention, which takes no dict of masks. None
+    Arguments that carry the layout to the layers of a backbone without attention, which takes no dict of masks. Empty
     for other backbones, even if the configuration gives all of their layers a state.
     """
     if config_value(model.config.get_text_config(), "num_attention_heads") is not None:
@@ -213,11 +213,11 @@ def state_arguments(model: PreTrainedModel, context: PassContext) -> Inputs:
 
 def is_layout(value: object) -> TypeGuard[FlatMask]:
     """Whether an argument is the mask that carries the layout."""
-    # Models may mask hidden states by it: the result is a [`FlatMask`], too, but of floats
+    # Models may mask hidden states by it: the result is a [`FlatMask`], too, but a float one
     return isinstance(value, FlatMask) and value.dtype == torch.bool
 
 
-@torch.compiler.disable  # the layout of each batch would be compiled into its code
+@torch.compiler.disable  # it would compile the layout of each batch into the code
 def _along_tree(layer: torch.nn.Module, state: StateForward, mask: FlatMask, args: tuple, kwargs: Inputs) -> object:
     """Call a layer on flat tokens, without a mask, with functions that go along the tree."""
     functions = tree_functions(mask.context, upstream.state_functions(state.forward), state.kernels)
@@ -230,8 +230,8 @@ def _on_rows(layer: torch.nn.Module, state: StateForward, mask: FlatMask, args: 
     """
     Call a layer on the path of each segment as a row, and keep its outputs for the segments' own tokens.
 
-    `mask` is the one among its arguments that carries the layout; of the others, everything that has an entry per token
-    is cut into rows. Where its kernels take boundaries, it is called once, with all rows on one axis.
+    `mask` is the argument that carries the layout; other arguments that have an entry per token are cut into rows. If
+    the layer's kernels take boundaries, it is called once, with all rows on one axis.
     """
     layout = mask.context.layout
     rows = PathRows.of(layout, None if state.takes_boundaries else step_cost(layout.device))
@@ -239,26 +239,26 @@ def _on_rows(layer: torch.nn.Module, state: StateForward, mask: FlatMask, args: 
     row_boundaries = boundaries(_paths(layout)) if state.takes_boundaries else {}
     outputs = []
     for (n, longest), (group_args, group_kwargs) in zip(rows.shapes, _cut((args, kwargs), layout, rows), strict=True):
-        if vars(layer).get("is_causal"):  # attention that sees rows: its mask is made of these
+        if vars(layer).get("is_causal"):  # attention that sees rows needs a mask of these
             states = next(filter(torch.is_tensor, (*group_args, *group_kwargs.values())))
             window = vars(layer).get("sliding_window")
             group_kwargs["attention_mask"] = causal_mask(layout, n, longest, window, states.dtype)
         outputs.append(state.forward(*group_args, **group_kwargs, **row_boundaries))
-    # RWKV's blocks hand the state of their first layer to the second, which must find the layout there
+    # RWKV's blocks pass the state of their first layer to the second, which must find the layout there
     return _join(outputs, rows, mask if kwargs.get("state") is mask else None)
 
 
 @once_per_layout
 def _paths(layout: FlatLayout) -> FlatLayout:
-    """The path of each segment one after the other, as rows that share nothing."""
+    """The paths of all segments, one after another, as rows that share nothing."""
     unshared = Segments.from_lengths(layout.segments.key_lengths)
     return FlatLayout.from_segments(unshared).to(layout.device, non_blocking=True)
 
 
 def _cut(value: object, layout: FlatLayout, rows: PathRows) -> list[Any]:
     """
-    `value` for each group of rows: what has an entry per token is cut, what has one per pair of places on the axis is
-    that of a row's places, and what carries the layout is left out.
+    `value` for each group of rows: tensors with an entry per token are cut into rows, `(T, T)` ones are cropped to the
+    places of a row, and the layout becomes `None`.
     """
     number, total = len(rows.shapes), layout.segments.num_tokens
     if isinstance(value, tuple | list):
@@ -280,7 +280,7 @@ def _cut(value: object, layout: FlatLayout, rows: PathRows) -> list[Any]:
 
 
 def _join(outputs: Sequence[Any], rows: PathRows, state: Any) -> Any:
-    """The flat output of a layer from those of each group of rows; `state` replaces what has no entry per token."""
+    """A layer's flat output from those of each group of rows; `state` replaces outputs without an entry per token."""
     first = outputs[0]
     if isinstance(first, tuple):
         return tuple(_join(parts, rows, state) for parts in zip(*outputs, strict=True))

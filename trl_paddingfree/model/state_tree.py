@@ -1,9 +1,9 @@
-"""Layers that carry state, along the tree: branches go on from the state at their fork, so prefixes are computed once.
+"""Layers that carry state, along the tree: branches continue from the state at their fork; prefixes are computed once.
 
-Such a layer runs flat. Of its forward, only a convolution and a recurrence look along the sequence: functions that the
-modeling file calls by name, and that ours replace while a flat batch is computed. The convolution gets the tokens that
-precede each segment in front of it; the recurrence goes from piece to piece of the tree, level by level. In a slice,
-both ask [`~trl_paddingfree.model.masks.OtherSlices`] for what lies in others.
+Such a layer runs flat. In its forward, only a convolution and a recurrence mix tokens. The modeling file calls these
+functions by name, and ours replace them for flat batches. The convolution sees each segment after the tokens that
+precede it in its row; the recurrence goes from piece to piece of the tree, level by level. In a slice, both ask
+[`~trl_paddingfree.model.masks.OtherSlices`] for what lies in others.
 
 Shape legend: see [`~trl_paddingfree.flat.pieces`]; in addition
     C = channels, H = heads, D = channels of a head, K, N = sizes of a state
@@ -22,14 +22,14 @@ from ..flat.layout import FlatLayout, Gather
 from ..flat.pieces import Context, PieceCall, Pieces
 from .masks import PassContext
 
-# Results of a call for some pieces: their outputs, and, if others continue them, the states in which they end
+# Results of a call for some pieces: their outputs and, if others continue them, their final states
 Step = tuple[torch.Tensor, torch.Tensor | None]
 # The fixed cost in plain PyTorch of a step along all rows of a call, in units of one row's work. One row keeps a CPU
-# busy (measured: 0 to 1, so a half); dozens keep no GPU busy, which waits for the host to launch small kernels
+# busy (measured: 0 to 1, hence a half); not even dozens keep a GPU busy, as the host launches small kernels too slowly
 _STEP_COST, _STEP_COST_OF_GPUS = 0.5, 64.0
-# Most tokens of a chunk in plain PyTorch. Results do not depend on it; Mamba 2 pads to 256 by itself
+# Most tokens of a chunk in plain PyTorch. Results do not depend on it; by default, Mamba 2 pads to 256
 _CHUNK = 64
-# A time step of Mamba's before softplus, after which it is zero in every dtype: the state stays as it is
+# A time step of Mamba that softplus turns into zero in every dtype, so that the state stays as it is
 _NO_STEP = -1e4
 
 
@@ -40,13 +40,13 @@ def step_cost(device: torch.device) -> float:
 
 def with_functions(forward: Callable, functions: dict[str, Callable]) -> Callable:
     """
-    A copy of `forward` that finds `functions` by their names, where it would find those of its modeling file.
+    A copy of `forward` that finds `functions` by their names, in place of those of its modeling file.
 
-    Nothing is patched, so that other models of the same class do not notice. The decorator of accelerate around the
-    forwards of these layers holds what it wraps as a variable: it is copied, too.
+    Nothing is patched, so other models of the same class are not affected. accelerate's decorator around the forwards
+    of these layers holds the function it wraps in its closure: that one is copied, too.
 
     Raises:
-        `TypeError`: If it is no function or method in Python, or wrapped by something else.
+        `TypeError`: If it is not a Python function or method, or is wrapped by something else.
     """
     if isinstance(forward, types.MethodType):
         return types.MethodType(with_functions(forward.__func__, functions), forward.__self__)
@@ -65,8 +65,8 @@ def tree_functions(
     context: PassContext, functions: dict[str, Callable], kernels: Collection[str]
 ) -> dict[str, Callable]:
     """
-    Replacements of those `functions` of a layer that look along the sequence, for the batch of a pass.
-    Those in `kernels` have a kernel.
+    Replacements for the `functions` by which a layer mixes tokens, for the batch of a pass. Those in `kernels` have a
+    kernel.
     """
     return {name: partial(_ALONG_TREE[name], context, call, name in kernels) for name, call in functions.items()}
 
@@ -74,7 +74,7 @@ def tree_functions(
 def _convolve(
     context: PassContext, function: Callable, has_kernel: bool, states, weight, bias=None, activation=None, **kwargs
 ) -> torch.Tensor:
-    """A causal convolution of `(1, C, T)`: each segment follows the tokens of its row that the kernel reads, too."""
+    """A causal convolution of `(1, C, T)`: each segment is preceded by the tokens of its row that the kernel reads."""
     rows, size = states.squeeze(0).T, weight.size(-1) - 1
     layout, span = context.layout, range(len(rows))
     if context.others is not None:
@@ -90,7 +90,7 @@ def _delta_rule(
     context: PassContext, function: Callable, has_kernel: bool, query, key, value, g, beta, *, initial_state=None,
     output_final_state=False, **kwargs,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """A (gated) delta rule of `(1, T, H, D)`. Zeros, as padding, change no state: neither decay nor update."""
+    """A (gated) delta rule of `(1, T, H, D)`. Padding with zeros changes no state: neither decay nor update."""
 
     def call(group, parts, state, goes_on) -> Step:
         value, g, beta, query, key = parts
@@ -105,8 +105,8 @@ def _chunk_scan(
     context: PassContext, function: Callable, has_kernel: bool, states, dt, A, B, C, *, D=None, dt_bias=None,
     dt_softplus=False, dt_limit=(0.0, float("inf")), initial_states=None, return_final_states=False, **kwargs,
 ) -> torch.Tensor:  # fmt: skip
-    """Mamba 2's scan of `(1, T, H, D)`. Bias, softplus and limits are applied here, so that zeros pad: no step."""
-    dt = dt.float() if has_kernel else dt  # as the kernel does it
+    """Mamba 2's scan of `(1, T, H, D)`. Applies bias, softplus and limits first, so that zero padding is no step."""
+    dt = dt.float() if has_kernel else dt  # as in the kernel
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
 
@@ -125,9 +125,9 @@ def _selective_scan(
     delta_bias=None, return_last_state=False, **kwargs,
 ) -> torch.Tensor:  # fmt: skip
     """
-    The first Mamba's scan of `(1, C, T)`, with `A` of shape `(C, N)`: each channel is a head, and all share `B` and `C`
-    of `(1, N, T)`. All layers ask for a softplus of `dt`. The function takes no initial state, but is linear in it:
-    what that adds to the outputs, decayed by all time steps so far, is added here.
+    Mamba 1's scan of `(1, C, T)`, with `A` of shape `(C, N)`: each channel is a head, and all share `B` and `C`, of
+    shape `(1, N, T)`. All layers ask for a softplus of `dt`. The function takes no initial state, but is linear in it:
+    the contribution of that state to the outputs, decayed by all time steps so far, is added here.
     """
 
     def call(A, D, delta_bias, group, parts, state, goes_on) -> Step:
@@ -152,7 +152,7 @@ def _selective_scan(
 
 
 def _seen_of_state(state: torch.Tensor, steps: torch.Tensor, A: torch.Tensor, C: torch.Tensor) -> torch.Tensor:
-    """What an initial `state (n, C, N)` adds to outputs after `steps (n, C, L)`: entry by entry, to save memory."""
+    """What an initial `state (n, C, N)` adds to outputs after `steps (n, C, L)`, entry by entry to save memory."""
     seen = torch.zeros_like(steps)
     for x, a, c in zip(state.unbind(-1), A.unbind(-1), C.unbind(1), strict=True):
         seen = seen + torch.exp(a[:, None] * steps) * x[..., None] * c[:, None]
@@ -161,8 +161,8 @@ def _seen_of_state(state: torch.Tensor, steps: torch.Tensor, A: torch.Tensor, C:
 
 def _scan_and_read(scan: Callable, states, dt, A, B, C) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    The outputs of the first Mamba's kernel, and its last state. The kernel has no gradient for that: so
-    behind the tokens stands one more for each entry of the state, which makes no step, and whose output is this entry.
+    The outputs of Mamba 1's kernel, and its last state. The kernel has no gradient for the state, so one more token is
+    appended for each of its entries, which makes no step, and whose output is that entry.
     """
     size, length = A.size(-1), states.size(-1)
     nothing = states.new_zeros(*states.shape[:2], size)
@@ -173,7 +173,7 @@ def _scan_and_read(scan: Callable, states, dt, A, B, C) -> tuple[torch.Tensor, t
 
 
 def _no_fused_form(*args: object, **kwargs: object) -> None:
-    """For a fused convolution and scan: `None` says that there is no kernel, and the layer calls them one by one."""
+    """Replaces a fused convolution and scan: `None` means no kernel, so the layer calls the two separately."""
 
 
 _ALONG_TREE: dict[str, Callable] = {
@@ -188,7 +188,7 @@ _ALONG_TREE: dict[str, Callable] = {
 
 
 def _even_chunk(group: PieceCall) -> int:
-    """The length of a chunk of a call in plain PyTorch, so that the last of each row is hardly padded."""
+    """The chunk length of a call in plain PyTorch, chosen so that the last chunk of a row is hardly padded."""
     length = group.shape[1]
     return ceil(length / ceil(length / _CHUNK))
 
@@ -198,13 +198,12 @@ def _scan(
     call: Callable, joins_pieces: bool = False, no_step: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
     """
-    A recurrence of `inputs (1, T, heads, ...)` along the tree, or of a slice as [`~trl_paddingfree.model.masks.
-    OtherSlices`] wants it. The pieces of a level are rows of like length, or with `joins_pieces` one after the other in
-    one row.
+    A recurrence of `inputs (1, T, heads, ...)` along the tree, or of a slice by way of [`~trl_paddingfree.model.masks.
+    OtherSlices`]. The pieces of a level are rows of like length, or with `joins_pieces`, one after another in one row.
 
-    `call` gives outputs `(n, L, ...)` and final states `(n, ...)`, from the `weights (heads, ...)`, a call's pieces,
-    their inputs `(n, L, ...)`, their initial states, and whether others continue them. Where a piece is padded, stand
-    zeros, and `no_step` in the second input, the time steps.
+    `call` returns outputs `(n, L, ...)` and final states `(n, ...)`, from the `weights (heads, ...)`, a group of
+    pieces, their inputs `(n, L, ...)`, their initial states, and whether others continue them. Pieces are padded with
+    zeros, and in the second input, the time steps, with `no_step`.
     """
     scan = partial(_by_levels, context.layout, call, joins_pieces, no_step)
     if context.others is None:
@@ -218,8 +217,8 @@ def _by_levels(
     carried: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """
-    The [`~trl_paddingfree.model.masks.Scan`] that starts each piece from the last state of its parent, or from one that
-    is `carried` from an earlier slice. Gives outputs, and the states that later slices read.
+    The [`~trl_paddingfree.model.masks.Scan`] that starts each piece from the last state of its parent, or from one
+    `carried` over from an earlier slice. Returns outputs, and the states that later slices read.
     """
     pieces = Pieces.of(layout, None if joins_pieces else step_cost(layout.device), cuts, number)
     rows = [Gather.apply(x.squeeze(0), pieces.slots) for x in inputs]
@@ -227,7 +226,7 @@ def _by_levels(
         rows[1] = rows[1].index_fill(0, pieces.slots.empty, no_step)
     sizes = [prod(group.shape) for level in pieces.levels for group in level]
     parts = zip(*(x.split(sizes) for x in rows), strict=True)  # of each call
-    outputs, finals = [], carried  # `finals`: the last states of the level before
+    outputs, finals = [], carried  # `finals`: the last states of the previous level
     of_levels: list[torch.Tensor] = []  # the last states of all levels
     for level in pieces.levels:
         ends, goes_on = [], level is not pieces.levels[-1] or pieces.kept is not None
