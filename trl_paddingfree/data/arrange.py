@@ -1,7 +1,7 @@
-"""Micro-batches of an optimizer step: which of its examples meet in one.
+"""Decides which examples of an optimizer step share a micro-batch.
 
-Examples are only ever moved within one optimizer step, and every micro-batch keeps its number of examples, so that each
-example has the weight in the step that it had before.
+Examples only move within one optimizer step, and every micro-batch keeps its number of examples, so that the weight of
+each example in the step does not change.
 """
 
 import heapq
@@ -18,10 +18,10 @@ from torch.utils.data import Sampler
 @dataclass(eq=False)
 class StepSampler(Sampler[int]):
     """
-    The order of another sampler of example indices, rearranged within each optimizer step of `step_size` examples, over
+    Wraps a sampler of example indices and rearranges its order within each optimizer step of `step_size` examples, over
     all processes and accumulation steps. An incomplete last step stays as it is: its micro-batches differ in size, so
     moving examples would change their weights. With `keeps_first`, the first step then stays, too: with several
-    processes, accelerate fills the last batches with the examples that came first.
+    processes, accelerate fills up the last batches with the first examples.
     """
 
     sampler: Sampler | Sequence[int]
@@ -40,7 +40,7 @@ class StepSampler(Sampler[int]):
 
     @property
     def generator(self) -> torch.Generator | None:
-        """The generator of the sampler underneath, if it has one: accelerate seeds it alike on every process."""
+        """The generator of the wrapped sampler, if it has one: accelerate seeds it alike on every process."""
         return self.sampler.generator  # type: ignore[union-attr]
 
     @generator.setter
@@ -48,17 +48,17 @@ class StepSampler(Sampler[int]):
         self.sampler.generator = generator  # type: ignore[union-attr]
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by the data loader: the sampler underneath draws another order each epoch."""
+        """Called by the data loader, for a new order each epoch."""
         if hasattr(self.sampler, "set_epoch"):  # torch's samplers lack it, a user's own may have it
             self.sampler.set_epoch(epoch)
 
 
 def balance(costs: Sequence[float] | np.ndarray, num_bins: int) -> list[list[int]]:
     """
-    Items of each of `num_bins` bins of equal size that cost about the same, from the most costly bin on.
+    Split items into `num_bins` bins of equal size and about equal cost, most costly bin first.
 
     The largest differencing method of Karmarkar and Karp (1982), in its form for bins of equal size: always merge the
-    two partial distributions whose costs differ most, most costly bin with least costly bin.
+    two partial solutions with the widest spread of costs, most costly bins of one with least costly ones of the other.
 
     >>> balance([9, 7, 4, 3, 2, 1], num_bins=3)
     [[0, 5], [1, 4], [2, 3]]
@@ -79,12 +79,12 @@ def balance(costs: Sequence[float] | np.ndarray, num_bins: int) -> list[list[int
 def by_tokens(
     costs: Sequence[float] | np.ndarray, batch_size: int, num_processes: int
 ) -> Callable[[list[int]], list[int]]:
-    """An arrangement of a step in which micro-batches, and processes, have about the same work: a sum of `costs`."""
+    """A function that arranges a step so that micro-batches, and processes, have about equal work: sums of `costs`."""
 
     def arrange(step: list[int]) -> list[int]:
         bins = balance([costs[index] for index in step], len(step) // batch_size)
         # Processes wait for each other after each round of micro-batches, so those of a round cost about the same; and
-        # after the step, so rounds are dealt out to processes in turn from the first to the last, and back
+        # after the step, so rounds are dealt out alternately from the first process to the last, and back
         rounds = np.array(bins).reshape(-1, num_processes, batch_size)
         rounds[1::2] = rounds[1::2, ::-1]
         return np.array(step)[rounds.ravel()].tolist()
@@ -94,8 +94,8 @@ def by_tokens(
 
 def by_prefix(dataset: Dataset, column: str) -> Callable[[list[int]], list[int]]:
     """
-    An arrangement of a step in which examples whose token ids in a `column` start alike stand side by side. Only those
-    of the step are read.
+    A function that arranges a step so that examples with a common prefix of token ids in `column` are adjacent. Only
+    the examples of the step are read.
     """
     rows = dataset.select_columns([column]).with_format("arrow")
 

@@ -1,4 +1,4 @@
-"""Collators: TRL's padded rows, and beside them the flat batch that the model computes instead."""
+"""Collators: TRL's padded rows, plus the flat batch that the model computes instead."""
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 @dataclass
 class FlatCollator(DataCollatorMixin):
     """
-    Mixed in before one of TRL's collators: adds the flat batch that the model computes in place of its rows.
+    Mixin, placed before one of TRL's collators: adds the flat batch that the model computes in place of the rows.
 
-    The flat batch is made last, of the rows that `torch_call` gives, whatever a subclass did to these. They hold
-    integers only: their padding costs nothing. Of the arguments of TRL's collator, `max_length` is applied before
-    anything is flattened or shared, and `pad_to_multiple_of` pads rows and flat batches.
+    The flat batch is built last, from the rows that `torch_call` returns, including any edits of a subclass. The rows
+    hold only integers, so their padding costs nothing. TRL's `max_length` applies before anything is flattened or
+    shared, and `pad_to_multiple_of` pads both rows and flat batches.
 
     Args:
         padding_free (`bool`, *optional*, defaults to `False`):
-            Whether to add the flat batch, as `"flat_batch"`. Without, the output is that of TRL's collator, tensor for
-            tensor.
+            Whether to add the flat batch, as `"flat_batch"`. If `False`, the output is that of TRL's collator, tensor
+            for tensor.
         prefix_sharing (`bool`, *optional*, defaults to `True`):
-            Whether prefixes that rows share are computed once. Read only if `padding_free`.
+            Whether to compute shared prefixes once. Read only if `padding_free`.
         keeps_rows (`bool`, *optional*, defaults to `False`):
-            Whether batches also have their [`~trl_paddingfree.data.rows.CollatedRows`], under `"rows"`, of which a
-            trainer can make smaller batches.
+            Whether batches also have their [`~trl_paddingfree.data.rows.CollatedRows`], as `"rows"`, from which a
+            trainer can build smaller batches.
 
     >>> from dataclasses import dataclass
     >>> from trl.trainer.dpo_trainer import DataCollatorForPreference
@@ -53,18 +53,18 @@ class FlatCollator(DataCollatorMixin):
     prefix_sharing: bool = True
     keeps_rows: bool = False
 
-    # How many rows an example has; the first rows of all examples come first, then the second ones. `None`: the number
-    # of rows over that of examples. A collator that leaves out examples has to set it
+    # Rows per example; the first rows of all examples come first, then the second ones. `None`: the number of rows
+    # divided by that of examples. A collator that leaves out examples must set it
     rows_per_example: ClassVar[int | None] = None
-    # Arguments of TRL's collator that say how its rows, and flat batches, too, are padded
+    # Arguments of TRL's collator that determine the padding of rows and of flat batches
     padded_by: ClassVar[tuple[str, ...]] = ("pad_to_multiple_of", "pad_token_id")
 
     def row_labels(self, rows: Inputs) -> torch.Tensor:
-        """`(R, L)` int64: the tokens of `rows` that are scored, else -100. By default those of `completion_mask`."""
+        """`(R, L)` int64: the tokens of `rows` that are scored, else -100. By default, those in `completion_mask`."""
         return rows["input_ids"].masked_fill(rows["completion_mask"] == 0, IGNORE_INDEX)
 
     def flatten(self, rows: Inputs, reach: int | None = None, images: "RowImages | None" = None) -> FlatBatch:
-        """The flat batch of padded rows; `reach` and `images` are those of [`~trl_paddingfree.FlatBatch.from_rows`]."""
+        """The flat batch of padded rows; `reach` and `images` are as in [`~trl_paddingfree.FlatBatch.from_rows`]."""
         if rows["input_ids"].is_floating_point():
             raise ValueError(f"`input_ids` are of type {rows['input_ids'].dtype}, and tokens are whole numbers.")
         mask, lengths = rows["attention_mask"], rows["attention_mask"].sum(1, keepdim=True)
@@ -85,7 +85,7 @@ class FlatCollator(DataCollatorMixin):
         return {**collated.with_flat(), "rows": collated} if self.keeps_rows else collated.with_flat()
 
     def collated_rows(self, rows: Inputs, features: list[Example]) -> CollatedRows:
-        """The `rows` that TRL's collator has made of some examples, `features`, and how many of these they hold."""
+        """The `rows` that TRL's collator made from `features`, with the number of examples that they hold."""
         num_rows, per_example, num_features = len(rows["input_ids"]), self.rows_per_example, len(features)
         if per_example is None and isinstance(self, (DataCollatorForPreference, DataCollatorForReward)):
             per_example = 2  # however many pairs a subclass has left out
@@ -100,7 +100,7 @@ class FlatCollator(DataCollatorMixin):
 @dataclass
 class PreferenceCollator(FlatCollator, DataCollatorForPreference):
     """
-    Collator of preference pairs: TRL's [`~trl.trainer.dpo_trainer.DataCollatorForPreference`], with its arguments and
+    Collator for preference pairs: TRL's [`~trl.trainer.dpo_trainer.DataCollatorForPreference`], with its arguments and
     those of [`FlatCollator`].
 
     >>> from trl_paddingfree import PreferenceCollator
@@ -121,13 +121,13 @@ class PreferenceCollator(FlatCollator, DataCollatorForPreference):
 @dataclass
 class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
     """
-    Collator of instruction data: TRL's [`~trl.trainer.sft_trainer.DataCollatorForLanguageModeling`], with its arguments
-    and those of [`FlatCollator`]; `prefix_sharing` is off by default.
+    Collator for instruction data: TRL's [`~trl.trainer.sft_trainer.DataCollatorForLanguageModeling`], with its
+    arguments and those of [`FlatCollator`]; `prefix_sharing` is off by default.
 
-    With `padding_free`, it gives one padded row of integers per document, where TRL's gives one row without padding.
-    Examples that TRL has packed (they have `"seq_lengths"`) are cut back into their documents, so no document sees
-    another on any attention implementation, and the first token of each is not scored, as in TRL. With
-    `cuts_packed=False`, they stay whole, as in padded TRL, which does not read `"seq_lengths"`.
+    With `padding_free`, it returns one padded row of integers per document, where TRL's returns a single unpadded row.
+    Examples that TRL has packed (they have `"seq_lengths"`) are split back into documents, so that no document sees
+    another with any attention implementation, and the first token of each is not scored, as in TRL. With
+    `cuts_packed=False`, they stay whole, as in padded TRL, which ignores `"seq_lengths"`.
 
     >>> from trl_paddingfree import LanguageModelingCollator
     >>> collator = LanguageModelingCollator(pad_token_id=0, padding_free=True)
@@ -182,8 +182,8 @@ def _documents(example: Example, cuts_packed: bool) -> list[Example]:
 @dataclass
 class RewardCollator(FlatCollator, DataCollatorForReward):
     """
-    Collator of pairs for reward models: TRL's [`~trl.trainer.reward_trainer.DataCollatorForPreference`], with its
-    arguments and those of [`FlatCollator`]. `pad_token_id` is that of the model, which finds the end of a row by it.
+    Collator for reward-model pairs: TRL's [`~trl.trainer.reward_trainer.DataCollatorForPreference`], with its
+    arguments and those of [`FlatCollator`]. `pad_token_id` must be the model's, which finds the end of a row by it.
 
     >>> from trl_paddingfree import RewardCollator
     >>> collator = RewardCollator(pad_token_id=0, padding_free=True)
@@ -196,12 +196,12 @@ class RewardCollator(FlatCollator, DataCollatorForReward):
     """
 
     def row_labels(self, rows: Inputs) -> torch.Tensor:
-        return torch.full_like(rows["input_ids"], IGNORE_INDEX)  # the head reads rows, and scores no token
+        return torch.full_like(rows["input_ids"], IGNORE_INDEX)  # the head scores rows, not tokens
 
 
 @dataclass
 class FlatMismatchedCollator(FlatCollator):
-    """Of KTO's batches with mismatched rows (`"KL_input_ids"`), the flat batch has that of these as `companion`."""
+    """If a batch has KTO's mismatched rows (`"KL_input_ids"`), adds their flat batch as `companion`."""
 
     def flatten(self, rows: Inputs, reach: int | None = None, images: "RowImages | None" = None) -> FlatBatch:
         batch = super().flatten(rows, reach, images)
@@ -214,7 +214,7 @@ class FlatMismatchedCollator(FlatCollator):
 @dataclass
 class UnpairedPreferenceCollator(FlatMismatchedCollator, DataCollatorForUnpairedPreference):
     """
-    Collator of completions that are desirable or not: TRL's
+    Collator for unpaired preferences (completions labeled desirable or not): TRL's
     [`~trl.trainer.kto_trainer.DataCollatorForUnpairedPreference`], with its arguments and those of [`FlatCollator`].
 
     >>> from trl_paddingfree import UnpairedPreferenceCollator
@@ -252,13 +252,13 @@ def concatenated_inputs(
             `attention_mask`. A flat row has no `attention_mask`: an all-ones one would let its sequences see each
             other.
         prefix_sharing (`bool`, *optional*, defaults to `True`):
-            Whether prefixes that sequences share are there once. Read only if `padding_free`.
+            Whether the flat row holds shared prefixes once. Read only if `padding_free`.
         pad_token_id, max_length, truncation_mode, pad_to_multiple_of:
-            As for TRL's [`~trl.trainer.dpo_trainer.DataCollatorForPreference`]. The rows, or the flat row, are padded.
+            As in TRL's [`~trl.trainer.dpo_trainer.DataCollatorForPreference`]. Padding applies to the rows or flat row.
 
     Returns:
-        `dict[str, Any]`: Padded: the rows of TRL's collator, with `position_ids` and `labels` beside its `input_ids`,
-        `attention_mask` and `completion_mask`, all of shape `(2B, L)`, int64.
+        `dict[str, Any]`: Padded: `input_ids`, `attention_mask` and `completion_mask` as from TRL's collator, plus
+        `position_ids` and `labels`, all of shape `(2B, L)`, int64.
         Flat: `input_ids`, `position_ids` and `shift_labels` of shape `(1, T)`, int64; the boundaries `cu_seq_lens_q`
         and `cu_seq_lens_k` of shape `(N+1,)`, int32, with `max_length_q` and `max_length_k` as ints; `kv_index` of
         shape `(S,)`, int64, the flat position of every key/value row, or `None` when nothing is shared.

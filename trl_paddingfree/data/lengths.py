@@ -14,12 +14,12 @@ Example = dict[str, Any]  # a row of a data set, by its columns
 
 
 def has_known_lengths(dataset: AnyDataset) -> bool:
-    """Whether the lengths of all examples are known before training: not in a stream, or where a transform is set."""
+    """Whether all lengths are known before training: not for a stream, or a data set with a transform."""
     return isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
 
 
 def tables_of(dataset: AnyDataset, *columns: str, rows: int = 10_000) -> Iterator[Any]:
-    """Columns of a data set as tables of Arrow with so many rows, of which nothing is decoded."""
+    """Columns of a data set as Arrow tables of up to `rows` rows, without decoding anything."""
     return dataset.select_columns([*columns]).with_format("arrow").iter(batch_size=rows)
 
 
@@ -31,7 +31,7 @@ def token_lengths(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
 
 
 def pair_lengths(dataset: Dataset, chosen: str, rejected: str) -> np.ndarray:
-    """`(examples, 3)` int64, of pairs: tokens of the prefix that both sequences share, and of the rest of each."""
+    """`(examples, 3)` int64: for each pair, tokens of the common prefix and of the rest of each sequence."""
     rows = []
     for table in tables_of(dataset, chosen, rejected, rows=1_000):
         for lists in zip(table[chosen], table[rejected], strict=True):
@@ -43,11 +43,11 @@ def pair_lengths(dataset: Dataset, chosen: str, rejected: str) -> np.ndarray:
 
 def truncated(lengths: np.ndarray, max_length: int | None, truncation_mode: str) -> np.ndarray:
     """
-    Tokens of the prompt and of each completion, `(examples, 1 + completions)`, int64, of examples that are cut so that
-    the prompt and a completion have `max_length` tokens at most.
+    `(examples, 1 + completions)` int64: tokens of the prompt and of each completion, once each row (the prompt and a
+    completion) is cut to at most `max_length` tokens.
 
-    With `"keep_end"`, the rows of an example that is cut keep different parts of the prompt, unless all are equally
-    long. They then share nothing: the prompt counts 0 tokens, and each completion those of its whole row.
+    With `"keep_end"`, the rows of an example that is cut keep different ends of the prompt, unless its completions are
+    equally long. They then share nothing: the prompt counts 0 tokens, and each completion those of its whole row.
     """
     if max_length is None:
         return lengths
@@ -58,21 +58,21 @@ def truncated(lengths: np.ndarray, max_length: int | None, truncation_mode: str)
     else:
         is_cut = (rows < prompt + completions).any(1, keepdims=True)
         are_equal = (completions == completions[:, :1]).all(1, keepdims=True)
-        room = np.maximum(max_length - completions[:, :1], 0)  # that equal completions leave to the prompt
+        room = np.maximum(max_length - completions[:, :1], 0)  # what equal completions leave to the prompt
         shared = np.where(is_cut, are_equal * room, prompt)
     return np.concatenate([shared, rows - shared], 1)
 
 
 def row_lengths(lengths: np.ndarray) -> np.ndarray:
-    """`(examples, rows)` int64: tokens of each row of each example. `lengths` are those of [`example_tokens`]."""
+    """`(examples, rows)` int64: tokens of each row of each example. `lengths` as in [`example_tokens`]."""
     return lengths if lengths.shape[1] == 1 else lengths[:, :1] + lengths[:, 1:]
 
 
 def example_tokens(lengths: np.ndarray, prefix_sharing: bool) -> np.ndarray:
     """
-    `(examples,)` int64: tokens to compute of each example, by those of its prompt and of each completion, of shape
-    `(examples, 1 + completions)`, or those of its row, `(examples, 1)`. A shared prompt is computed once, all but its
-    last token.
+    `(examples,)` int64: tokens to compute for each example. `lengths` are the tokens of its prompt and of each
+    completion, `(examples, 1 + completions)`, or of its only row, `(examples, 1)`. A shared prompt is computed once,
+    except for its last token.
     """
     rows = row_lengths(lengths)
     inherited = np.maximum(lengths[:, 0] - 1, 0) if prefix_sharing else 0
@@ -81,7 +81,7 @@ def example_tokens(lengths: np.ndarray, prefix_sharing: bool) -> np.ndarray:
 
 def example_work(lengths: np.ndarray, prefix_sharing: bool, hidden_size: int) -> np.ndarray:
     """
-    Work of each example, by `lengths` as in [`example_tokens`], in units of one token through the linear layers.
+    Work of each example, with `lengths` as in [`example_tokens`], in units of one token through the linear layers.
 
     A transformer layer has about `12 h^2` weights, `24 h^2` operations per token; causal attention of a sequence of `n`
     tokens adds `2 h n^2`, so `n^2 / 12 h` in these units (Kaplan et al., 2020, table 1).

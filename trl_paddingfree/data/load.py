@@ -1,4 +1,4 @@
-"""Loading data: a mixture, a hub data set, a local folder or a local file."""
+"""Loads data: a mixture, a hub data set, a local folder or a local file."""
 
 import json
 import re
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
     from trl import DatasetMixtureConfig, ScriptArguments
 
-# What `datasets` calls the loader of each kind of file
+# The `datasets` loader of each file suffix
 LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 NAME_THE_DATA = "Name the data: `--dataset_name` (hub name, folder or file), or `datasets` in the YAML file."
 
 
 def refuse_missing(name: str | None, advice: str) -> None:
-    """Refuse to go on without a name, which `advice` says how to give, or with a path that does not exist."""
+    """Refuse a missing name, with `advice` on how to give one, and a path that does not exist."""
     if not name:
         raise ValueError(advice)
     path = Path(name)
@@ -27,7 +27,7 @@ def refuse_missing(name: str | None, advice: str) -> None:
 
 
 def _loader_of(name: str) -> str | None:
-    """What `datasets` calls the loader of a file; `None` for a folder and a name on the hub."""
+    """The `datasets` loader of a file; `None` for a folder or a name on the hub."""
     file = Path(name)
     if not file.is_file():
         return None
@@ -40,7 +40,7 @@ def _loader_of(name: str) -> str | None:
 
 
 def broken_json(file: str) -> str:
-    """Where a file, of one JSON value or of one in each line, is no JSON; empty if it is, or if that is not known."""
+    """Where a JSON or JSON Lines file is invalid, and why; empty if it is valid, or if that cannot be told."""
     import fsspec
 
     is_lines = ".jsonl" in Path(file).suffixes
@@ -49,7 +49,7 @@ def broken_json(file: str) -> str:
             try:
                 json.loads(text.strip("\n") or "0")
             except json.JSONDecodeError as error:
-                # Several values in one `.json` file are extra data after the first, and `datasets` reads them as lines
+                # More values after the first in a `.json` file are extra data here, but `datasets` reads them as lines
                 place = f"line {number + error.lineno}, column {error.colno}"
                 return "" if error.msg == "Extra data" else f"{place} is no JSON: {error.msg}."
     return ""
@@ -59,13 +59,13 @@ def load_data(script_args: "ScriptArguments", dataset_args: "DatasetMixtureConfi
     """
     Load the data that [`~trl.ScriptArguments`] or [`~trl.DatasetMixtureConfig`] name; files may be compressed.
 
-    With `test_split_size`, data without a test split is split at random, by `seed`.
+    With `test_split_size`, data without a test split is split at random, with `seed`.
     """
     from datasets import DatasetDict, load_dataset
     from datasets.exceptions import DatasetBuildError
     from trl import get_dataset
 
-    if dataset_args.datasets:  # TRL would split without a seed: in each process and each resumed run in another way
+    if dataset_args.datasets:  # TRL would split without a seed: differently in each process and each resumed run
         streaming = dataset_args.streaming
         dataset = get_dataset(replace(dataset_args, test_split_size=None))
     else:
@@ -91,7 +91,7 @@ def load_data(script_args: "ScriptArguments", dataset_args: "DatasetMixtureConfi
 
 
 def load_rows(name: str, config: str | None = None, split: str = "train") -> "Dataset":
-    """One split of a hub data set, in one of its configurations, of a folder or a file: as [`load_data`] reads it."""
+    """One split of a hub data set (in a configuration), a folder or a file, read as by [`load_data`]."""
     from trl import DatasetMixtureConfig, ScriptArguments
 
     data = load_data(ScriptArguments(dataset_name=name, dataset_config=config), DatasetMixtureConfig(), seed=0)

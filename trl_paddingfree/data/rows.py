@@ -1,4 +1,4 @@
-"""Rows of a batch on the host, collated or generated, of which flat batches and their parts are made."""
+"""Rows of a batch on the host, collated or generated, from which flat batches and their parts are built."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,21 +15,21 @@ from .lengths import Example
 class CollatedRows:
     """The rows of a batch on the host, from which parts of it are made."""
 
-    collator: Any  # which makes flat batches of the rows; a data loader's worker does not send it
-    rows: Inputs  # the batch without its flat batch: values of one entry per row, per example, or for all
-    num_items: int  # examples, which are not divided
+    collator: Any  # builds flat batches of the rows; a data loader's worker does not send it
+    rows: Inputs  # the batch without its flat batch; values have one entry per row, per example, or for all
+    num_items: int  # number of examples, which are never divided
 
     def __getstate__(self) -> dict[str, object]:
-        # The trainer puts its own back: with a processor, a collator is larger than all rows
+        # The trainer puts its own back: with a processor, a collator is larger than all the rows
         return {name: value for name, value in vars(self).items() if name != "collator"}
 
     def row_numbers(self, examples: Sequence[int]) -> list[int]:
-        """The rows of some examples."""
+        """The indices of the rows of some examples."""
         return [i + first for first in range(0, len(self.rows["input_ids"]), self.num_items) for i in examples]
 
     def take(self, examples: Sequence[int]) -> "CollatedRows":
         """The rows of some examples, padded as they are in the whole batch."""
-        # By the length of a value: it has one entry per row, or per example
+        # Keyed by the length of values with one entry per row, or per example
         entries = {len(self.rows["input_ids"]): self.row_numbers(examples), self.num_items: list(examples)}
 
         def entries_of(value: object) -> object:
@@ -42,11 +42,11 @@ class CollatedRows:
         return replace(self, rows={name: entries_of(x) for name, x in self.rows.items()}, num_items=len(examples))
 
     def alone(self) -> list[FlatBatch]:
-        """The flat batch of each example alone."""
+        """A flat batch of each example on its own."""
         return [self.take([i]).with_flat()["flat_batch"] for i in range(self.num_items)]
 
     def with_flat(self, reach: int | None = None) -> Inputs:
-        """The rows, and beside them their flat batch; `reach` is that of [`~trl_paddingfree.FlatBatch.from_rows`]."""
+        """The rows plus their flat batch; `reach` is as in [`~trl_paddingfree.FlatBatch.from_rows`]."""
         return {**self.rows, "flat_batch": self.collator.flatten(self.rows, reach)}
 
 
@@ -54,10 +54,10 @@ def generated_on_host(
     input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """
-    The same, each `(R, L)` int64, on the host: rows with prompts padded on the left and completions on the right.
-    Refuses a completion without a prompt.
+    Copy generated rows, each tensor `(R, L)` int64, to the host. Their prompts are padded on the left and their
+    completions on the right. Refuses a completion without a prompt.
     """
-    # One copy instead of three: each waits for the device
+    # One copy instead of three, as each waits for the device
     ids, mask, targets = torch.stack([input_ids, attention_mask.long(), labels]).cpu()
     starts = row_starts(mask)
     without_prompt = (starts > 0) & (targets.gather(1, starts[:, None])[:, 0] != IGNORE_INDEX)
@@ -71,7 +71,7 @@ def generated_on_host(
 
 @dataclass
 class PromptGroups:
-    """A collator for completions that are yet to come: they have one length, and differ from their first token on."""
+    """Collator for completions not yet generated, taken to be of full length and to differ from the first token on."""
 
     prefix_sharing: bool = True
     num_generations: int = 8
@@ -81,8 +81,8 @@ class PromptGroups:
         return {"flat_batch": self.flatten([example["prompt_ids"] for example in examples])}
 
     def flatten(self, prompts: Sequence[Sequence[int]]) -> FlatBatch:
-        """The flat batch of the completions of some `prompts`."""
-        tokens = count(2**40)  # no vocabulary has tokens from here on
+        """The flat batch of `prompts`, each with its stand-in completions."""
+        tokens = count(2**40)  # beyond any vocabulary
         repeated = [prompt for prompt in prompts for _ in range(self.num_generations)]
         rows = [[*prompt, *islice(tokens, self.max_completion_length)] for prompt in repeated]
         unscored = [[IGNORE_INDEX] * len(row) for row in rows]

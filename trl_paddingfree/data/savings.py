@@ -14,8 +14,8 @@ from ..flat.counts import BatchCounts
 from .task import Task
 from .validate import refuse_bad_messages, refuse_unread_instructions
 
-# How many rows TRL keeps; lengths before truncation, of shape `(rows, sequences)`; and a function that counts the batch
-# of some of the rows kept, by their numbers
+# Number of rows that TRL keeps; lengths before truncation, `(rows, sequences)`; and a function that counts a batch of
+# kept rows, given their indices
 Counted = tuple[int, np.ndarray, Callable[[np.ndarray], BatchCounts]]
 
 
@@ -27,10 +27,10 @@ class WasteReport:
     num_rows: int
     num_sampled: int
     num_truncated: int  # of those sampled: rows that `max_length` cuts
-    num_dropped: int  # of those sampled: rows that TRL drops because nothing to learn from is left
+    num_dropped: int  # of those sampled: rows that TRL drops because nothing is left to learn from
     max_length: int | None
     lengths: tuple[int, ...]  # of every sequence before truncation, in tokens; two per preference pair
-    batches: dict[int, tuple[BatchCounts, ...]]  # by batch size, which counts the task's units
+    batches: dict[int, tuple[BatchCounts, ...]]  # by batch size, in the task's units
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain numbers, for JSON."""
@@ -47,7 +47,7 @@ class WasteReport:
 
 def waste_of(batches: Sequence[BatchCounts]) -> dict[str, float]:
     """
-    What batches hold, padded and not. Predicted speed-ups assume that time is proportional to tokens.
+    Totals of batches, padded and not. Predicted speed-ups assume that time is proportional to tokens.
 
     >>> waste = waste_of([BatchCounts(computed=60, real=80, padded=100, distinct=58)])
     >>> waste["wasted_by_padding"], waste["saved_by_sharing"], waste["predicted_speed_up"]
@@ -61,7 +61,7 @@ def waste_of(batches: Sequence[BatchCounts]) -> dict[str, float]:
         "computed_tokens": total.computed,
         "repeated_by_state_layers": total.repeated,
         "wasted_by_padding": 1 - total.real / total.padded,  # share of the slots
-        "saved_by_sharing": 1 - total.computed / total.real,  # share of the tokens, which another row has
+        "saved_by_sharing": 1 - total.computed / total.real,  # share of the tokens: those that another row has, too
         "predicted_speed_up": total.padded / total.real,
         "predicted_speed_up_with_sharing": total.padded / total.computed,
     }
@@ -84,9 +84,9 @@ def measure(
     """
     Measure what padding wastes on a data set in one of TRL's formats and what sharing saves.
 
-    The `sample` and the batches are drawn at random or, `in_order`, are the first rows and neighbours. Data with images
-    needs the model's processor in place of its tokenizer, and `count_images`, such as
-    [`~trl_paddingfree.images.savings.image_counts`]. `options` are further ones of the task's collator.
+    The `sample` and the batches are drawn at random or, with `in_order`, taken in order from the start. Data with
+    images needs the model's processor in place of its tokenizer, and `count_images`, such as
+    [`~trl_paddingfree.images.savings.image_counts`]. `options` are passed to the task's collator.
     """
 
     def order(number: int) -> np.ndarray:
@@ -129,8 +129,8 @@ def _text_counts(
     dataset: Dataset, tokenizer: PreTrainedTokenizerBase, task: Task, in_order: bool, options: dict[str, Any]
 ) -> Counted:
     """
-    Count rows of text, which are tokenized as TRL's trainers do, and collated as in training. Rows that are cut come
-    last, unless they are to stay `in_order`, which takes longer.
+    Count rows of text, tokenized as by TRL's trainers and collated as in training. Rows that are cut come last, unless
+    `in_order` keeps them in place, which takes longer.
     """
     if task.prepare is None:
         raise ValueError(f"The task {task.name!r} has no `prepare`: give it a function that tokenizes raw data.")
@@ -141,7 +141,7 @@ def _text_counts(
     rows = prepare(dataset, tokenizer, max_length=None)
     lengths = task.sequence_lengths(rows)
     is_long = lengths.max(1) > (np.inf if max_length is None else max_length)
-    if in_order:  # TRL does not say which rows it drops, so their places are lost: it cuts all rows at once, or none
+    if in_order:  # TRL does not say which rows it drops, so their places would be lost: cut all rows at once, or none
         is_long[:] = is_long.any()
     if is_long.any():  # only these can lose tokens, or be dropped
         cut = prepare(dataset.select(np.flatnonzero(is_long)), tokenizer, max_length=max_length)

@@ -10,7 +10,7 @@ from datasets import Dataset
 from ..flat.batch import Inputs
 from .lengths import Example, token_lengths
 
-# Columns that TRL reads of the raw data of any trainer
+# Columns of raw data that TRL reads for any trainer
 RAW_COLUMNS = ("prompt", "image", "images", "tools", "chat_template_kwargs")
 
 
@@ -21,20 +21,20 @@ class Task:
 
     Args:
         name, unit (`str`):
-            The name of the command, also in its results; what a batch holds, in the plural (`"pairs"`).
+            The name of the command, also used in its results; what a batch holds, in the plural (`"pairs"`).
         sequences (`tuple[tuple[str, ...], ...]`):
             The sequences of one prepared example, each as the columns of token ids that make it up.
         collator, vision_collator (`type`, the second *optional*):
-            The collator classes that give flat batches, of text and of data with images, if the trainer takes any.
+            The collator classes that build flat batches of text and, if the trainer takes any, of data with images.
         prepare (`Callable`, *optional*):
-            TRL's own preparation: `(dataset, tokenizer, max_length=, truncation_mode=)` to the rows that the collator
-            gets. `trl-paddingfree inspect` needs it, training does not.
+            TRL's own preparation: maps `(dataset, tokenizer, max_length=, truncation_mode=)` to the rows that the
+            collator gets. `trl-paddingfree inspect` needs it, training does not.
         found_by, other_columns (*optional*, default to `()`):
-            Sets of columns, by TRL's dataset formats: data that has all columns of one set is data of this task.
+            Sets of columns, after TRL's dataset formats: data with all columns of one set belongs to this task.
             Columns of prepared data that the collator reads besides token ids.
         reads (`tuple[str, ...]`, *optional*, defaults to `()`):
-            Columns of raw data that TRL reads, beside those of all tasks (`RAW_COLUMNS`): others are named in the log.
-            `()` if all are read, by reward functions for example, or if it is not known.
+            Columns of raw data that TRL reads besides those of all tasks (`RAW_COLUMNS`); the log names any others.
+            `()` if all are read, by reward functions for example, or if that is not known.
         truncates (`bool`, *optional*, defaults to `True`):
             Whether the trainer has a `max_length`.
 
@@ -65,7 +65,7 @@ class Task:
         return [*self.token_columns, *self.other_columns]
 
     def make_collator(self, **options: object) -> Callable[[list[Example]], Inputs]:
-        """A collator that gives flat batches, with those `options` that it has: TRL's preparation applies others."""
+        """A collator that builds flat batches, with the `options` that it accepts; TRL's preparation applies others."""
         options = {"pad_token_id": 0, "padding_free": True, **options}
         names = {field.name for field in fields(self.collator)}
         return self.collator(**{name: value for name, value in options.items() if name in names})
@@ -77,7 +77,7 @@ class Task:
 
 def task_of(columns: Sequence[str], tasks: Iterable[Task]) -> Task:
     """
-    The first of `tasks` that a data set's columns fit. Refuses those that fit none, and images that it does not take.
+    The first of `tasks` that a data set's columns fit. Refuses columns that fit none, and images if it takes none.
 
     >>> from trl_paddingfree.trainers.registry import TASKS
     >>> task_of(["prompt", "chosen", "rejected", "score"], TASKS).name, task_of(["messages"], TASKS).name

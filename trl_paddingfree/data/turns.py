@@ -1,4 +1,4 @@
-"""Conversations cut into one row per assistant turn: each turn is learnt after what inference puts before it."""
+"""Cuts conversations into one row per assistant turn, each learnt in the context that it has at inference."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ logger = logging.get_logger(__name__)
 
 # Columns that each new row gets; columns of these names in the data are replaced
 NEW = ("prompt", "completion")
-# Column with the index of the conversation that a row is cut from, until conversations are counted and shuffled
+# Temporary column: the index of the conversation that a row is cut from, for counting and shuffling conversations
 INDEX = "index_of_the_conversation"
 Columns = dict[str, list[Any]]  # of some rows
 
@@ -23,9 +23,9 @@ def split_turns(dataset: AnyDataset, seed: int | None = None, num_proc: int | No
     """
     Cut conversations into one row per assistant turn, in TRL's conversational prompt-completion format.
 
-    The prompt of a row is all that comes before its turn, and TRL renders it with the chat template as inference would.
-    Templates that drop the thinking of earlier turns (Qwen3's among them) drop it there, too, and each turn is learnt
-    with its own. The rows of a conversation stay side by side, each a continuation of the one before: with
+    The prompt of a row is everything before its turn, and TRL renders it with the chat template as inference would.
+    Templates that drop the thinking of earlier turns (such as Qwen3's) drop it there, too, and each turn is learnt with
+    its own. The rows of a conversation stay adjacent, each a continuation of the one before: with
     `prefix_sharing=True` and `train_sampling_strategy="sequential"`, what they have in common is computed once.
 
     Args:
@@ -33,17 +33,17 @@ def split_turns(dataset: AnyDataset, seed: int | None = None, num_proc: int | No
             Rows with a conversation in `messages`, or in `conversations` (also with `from` and `value`, as TRL reads
             it). Further columns (`tools`, `chat_template_kwargs`) are carried over to each row.
         seed (`int`, *optional*):
-            Seed of a random order of the conversations. By default, they stay in theirs.
+            Seed to shuffle the conversations. By default, they stay in order.
         num_proc (`int`, *optional*):
-            Number of processes that cut. Streaming data is cut as it is read.
+            Number of processes to cut with. Streaming data is cut as it is read.
 
     Returns:
-        Of the same type: a row for each message of the assistant that has others before it, with the columns `prompt`
-        and `completion`. What follows the last of them is left out.
+        The same type as `dataset`: a row with the columns `prompt` and `completion` for each assistant message that
+        follows another message. What follows the last assistant message is left out.
 
     Raises:
-        `ValueError`: If there are no conversations to cut, naming the columns, or the row and what is wrong with it;
-            if there is a `seed`, and the data is a stream.
+        `ValueError`: If there are no conversations to cut (it names the columns, or the row and what is wrong with it),
+            or if there is a `seed` for a stream.
 
     >>> from datasets import Dataset
     >>> from trl_paddingfree import split_turns
@@ -69,7 +69,7 @@ def split_turns(dataset: AnyDataset, seed: int | None = None, num_proc: int | No
         dataset = dataset.map(maybe_convert_to_chatml, remove_columns="conversations", **options)
         columns = column_names(dataset)
     kept = [column for column in columns if column not in ("messages", "conversations", *NEW)]
-    if dataset.features is not None:  # else the first batch decides: if it has no tool calls, later ones could not
+    if dataset.features is not None:  # else the first batch sets types: no tool calls there, none later
         types = {column: dataset.features[column] for column in kept} | dict.fromkeys(NEW, dataset.features["messages"])
         options["features"] = Features({**types, INDEX: Value("int64")})
     options["remove_columns"] = [column for column in columns if column not in (*kept, *NEW)]
@@ -117,7 +117,7 @@ def _refuse_other_data(columns: list[str]) -> None:
 
 
 def _report_lost(dataset: Dataset, num_kept: int) -> None:
-    """Say how many conversations gave no row; refuse data of which none did."""
+    """Log how many conversations gave no row; refuse data if none gave one."""
     if num_kept == len(dataset):
         return
     lost = f"{len(dataset) - num_kept} of {len(dataset)} conversations have no assistant turn after a prompt"

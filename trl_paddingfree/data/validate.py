@@ -1,4 +1,4 @@
-"""Checks of the user's data before TRL prepares it: bad rows are refused by number, odd ones are counted and logged."""
+"""Checks the user's data before TRL prepares it: bad rows are refused by number, odd ones are counted and logged."""
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -24,18 +24,18 @@ _FIX = "Correct the row, or leave it out with `dataset.filter`."
 
 
 def did_you_mean(word: str, known: Iterable[str], name: str = "{}", cutoff: float = 0.8) -> str:
-    """A question after the known word that is most like one, in the words of `name`; empty if none is."""
+    """A question that offers the known word closest to `word`, formatted by `name`; empty if none is close."""
     close = get_close_matches(word.lower(), list(known), n=1, cutoff=cutoff)
     return f" Did you mean `{name.format(close[0])}`?" if close else ""
 
 
 def column_names(dataset: AnyDataset) -> list[str]:
-    """The columns of a data set. A stream may know them from its first example only."""
+    """The columns of a data set. Those of a stream may have to be read from its first example."""
     return dataset.column_names or list(next(iter(dataset), {}))
 
 
 def refuse_unread(dataset: AnyDataset, name: str, task: str, *formats: Sequence[str]) -> None:
-    """Refuse data that has the columns of none of the `formats` that `task` reads, and rows with `None` in one."""
+    """Refuse data that fits none of the `formats` that `task` reads, and rows with `None` in a column that it reads."""
     columns = column_names(dataset)
     read = next((needed for needed in formats if set(needed) <= set(columns)), None)
     if read is None:
@@ -57,7 +57,7 @@ def _refuse_none(dataset: AnyDataset, name: str, columns: Iterable[str]) -> None
 
 
 def refuse_unread_instructions(dataset: AnyDataset, name: str, text_field: str = "text") -> None:
-    """Refuse data that SFT does not read: `input_ids` come first and, for TRL, a prompt needs a completion."""
+    """Refuse data that SFT cannot read. `input_ids` take precedence, and in TRL a prompt needs a completion."""
     columns = column_names(dataset)
     if "input_ids" in columns:
         return
@@ -79,7 +79,7 @@ def refuse_unread_instructions(dataset: AnyDataset, name: str, text_field: str =
 
 
 def refuse_misspelt_roles(dataset: AnyDataset, name: str) -> None:
-    """Refuse messages with a role that is nearly one which templates know: they would be learnt from, or not."""
+    """Refuse roles that are close to one that templates know: a misspelt role changes what is learnt from."""
     for column in dataset.column_names if has_known_lengths(dataset) else ():
         kind = dataset.features.arrow_schema.field(column).type
         if not types.is_list(kind) or not types.is_struct(kind.value_type) or "role" not in kind.value_type.names:
@@ -92,7 +92,7 @@ def refuse_misspelt_roles(dataset: AnyDataset, name: str) -> None:
 
 
 def refuse_missing_prompts(dataset: AnyDataset, name: str) -> None:
-    """Refuse pairs of messages of which the first begins with no prompt, in a column or in what both begin with."""
+    """Refuse pairs of messages if the first has no prompt, neither in a column nor as a common first message."""
     first = next(iter(dataset))
     ours, other = first["chosen"], first["rejected"]
     if "prompt" in first or not isinstance(ours, list) or not isinstance(other, list):
@@ -105,7 +105,7 @@ def refuse_missing_prompts(dataset: AnyDataset, name: str) -> None:
 
 
 def log_unread(dataset: AnyDataset, name: str, task: Task, *also: str) -> None:
-    """Log which columns of raw data TRL does not read: a prompt under another name, for example."""
+    """Log which columns of raw data TRL does not read, such as a prompt under another name."""
     read = {*RAW_COLUMNS, *task.reads, *task.columns, *also}
     columns = (dataset.column_names or []) if task.reads else []
     if unread := [f"`{column}`" for column in columns if column not in read]:
@@ -121,8 +121,8 @@ def check_preferences(
     """
     Refuse preference data that TRL would fail on, and log how many pairs have little to learn from.
 
-    Nothing is taken out: padded TRL trains on an empty prompt, an empty completion and an identical pair, so we do.
-    The data comes back; a stream is checked row by row as it is read, and nothing is counted.
+    Nothing is removed: padded TRL trains on empty prompts, empty completions and identical pairs, so we do, too.
+    Returns the data. A stream is checked row by row as it is read, and nothing is counted.
     """
     if tokenizer.eos_token is None and isinstance(next(iter(dataset))["chosen"], str):
         raise ValueError(
@@ -146,10 +146,10 @@ def check_preferences(
 
 
 def _pair_oddities(example: Example, index: int, name: str) -> dict[str, bool]:
-    """What is odd about a pair that is trained on all the same."""
+    """What is odd about a pair that is kept nevertheless."""
     _refuse_bad_pair(example, index, name)
     completions = [example["chosen"], example["rejected"]]
-    if "prompt" not in example:  # it begins both conversations, whose last message is the completion
+    if "prompt" not in example:  # the prompt begins both conversations, whose last message is the completion
         completions = [text if isinstance(text, str) else text[-1:] for text in completions]
     return {
         "an empty prompt": "prompt" in example and _is_empty(example["prompt"]),
@@ -172,7 +172,7 @@ def _refuse_bad_pair(example: Example, index: int, name: str) -> Example:
 
 
 def refuse_bad_messages(dataset: AnyDataset, name: str) -> None:
-    """Refuse data whose first row TRL would not take for a conversation: it would look for a column of text instead."""
+    """Refuse data whose first row TRL would not take for a conversation: it would look for a text column instead."""
     first: Example = next(iter(dataset), {})
     if isinstance(messages := first.get("messages"), list) and (problem := message_problem(messages)):
         raise ValueError(
@@ -198,7 +198,7 @@ def message_problem(text: object) -> str:
 
 
 def _has_other_content(message: Example) -> bool:
-    """Whether a message has no content but, for example, calls of tools."""
+    """Whether a message has no content but something else, such as tool calls."""
     return message.get("content") is None and any(v for k, v in message.items() if k not in ("role", "content"))
 
 
@@ -209,7 +209,7 @@ def _is_empty(text: str | list[Example]) -> bool:
 
 
 def refuse_bad_tokens(dataset: AnyDataset, name: str) -> None:
-    """Refuse tokenized data whose columns do not fit each other. Of a stream, the collator does, batch by batch."""
+    """Refuse tokenized data with wrong types, `None`, or not one label per token. The collator checks streams."""
     if not (columns := _token_columns(dataset)):
         return
     for column in columns:
@@ -231,7 +231,7 @@ def refuse_bad_tokens(dataset: AnyDataset, name: str) -> None:
 
 
 def refuse_unknown_tokens(dataset: AnyDataset, name: str, vocab_size: int) -> None:
-    """Refuse tokenized data, which [`refuse_bad_tokens`] has passed, with tokens that the model does not have."""
+    """Refuse tokens that the model does not have, in tokenized data that has passed [`refuse_bad_tokens`]."""
     if not (columns := _token_columns(dataset)):
         return
     for table in tables_of(dataset, *columns):
@@ -248,7 +248,7 @@ def refuse_unknown_tokens(dataset: AnyDataset, name: str, vocab_size: int) -> No
 
 
 def _token_columns(dataset: AnyDataset) -> list[str]:
-    """`input_ids`, and `labels` if there are any, of data that the user has tokenized."""
+    """`input_ids`, and `labels` if there are any, of tokenized data; none of a stream."""
     if not has_known_lengths(dataset) or "input_ids" not in dataset.column_names:
         return []
     return [column for column in ("input_ids", "labels") if column in dataset.column_names]
@@ -262,7 +262,7 @@ def log_dropped(
     reason: str = "leaves nothing to learn from",
     per_row: int = 1,
 ) -> None:
-    """Log how many examples TRL dropped by their length, of which a row makes `per_row`; refuse if none is left."""
+    """Log how many examples TRL dropped for their length, with `per_row` of them per row; refuse if none is left."""
     if not isinstance(before, Dataset) or len(after) == (examples := per_row * len(before)):
         return
     why = f"which `max_length={max_length}` {reason}"

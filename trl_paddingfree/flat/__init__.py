@@ -1,1 +1,1 @@
-"""Rows as one axis of tokens: segments, the tree they form, and the batch. Integers and tensors, no model."""
+"""Rows laid out on one axis of tokens: segments, the tree they form, and the batch. No model code."""

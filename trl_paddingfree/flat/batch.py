@@ -1,7 +1,7 @@
-"""A batch of rows as one flat axis of tokens, and the way back to rows.
+"""A batch of rows on one flat axis of tokens, and the mapping back to rows.
 
 Shape legend: see `segments`; in addition
-    P = scored tokens (those that predict a token which some row scores)
+    P = scored tokens (those that predict a token that some row scores)
 """
 
 from collections.abc import Sequence
@@ -23,46 +23,46 @@ if TYPE_CHECKING:
     from ..images.rows import FlatImages, RowImages
 
 IGNORE_INDEX = -100
-# Low bits of an entry are the token id, higher ones how many positions were skipped before it in its row
+# With positions, an entry packs the token id (low bits) and how many positions were skipped before it in its row
 _TOKEN_BITS = 32
 _TOKEN = 2**_TOKEN_BITS - 1
-# Keyword arguments of a model, as a collator gives them: padded rows, their flat batch, tensors of images
+# Keyword arguments of a model as a collator returns them: padded rows, their flat batch, image tensors
 Inputs = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class FlatBatch(HasTensors):
     """
-    The tokens to compute, their labels, and where each row's tokens lie.
+    The tokens to compute, their labels, and where each row's tokens are.
 
-    Row `r` is the flat tokens at `row_index[r][row_mask[r]]`, and every scored token is followed by its label in the
-    same segment. (Where several processes share a batch, [`~trl_paddingfree.model.sequence.slice_of`] gives one with
-    the tokens of a single slice, whose rows and layout are still those of the whole batch.)
+    Row `r` is the flat tokens at `row_index[r][row_mask[r]]`. In rows whose labels are their own tokens, every scored
+    token is followed by its label in the same segment. (When several processes share a batch,
+    [`~trl_paddingfree.model.sequence.slice_of`] keeps the tokens of one slice, but the rows and layout of the whole.)
 
     Args:
         input_ids, position_ids (`torch.Tensor` of shape `(1, T)`, int64):
             Tokens to compute, and the position of each in its own row, from 0.
         shift_labels, scored_index (`torch.Tensor` of shapes `(1, P)` and `(P,)`, int64):
-            The token that each scored token predicts, and the flat position of the scored token. One entry, -100 and 0,
-            if there is none.
+            The token that each scored token predicts, and the flat position of the scored token. If nothing is scored,
+            a single entry: -100 at position 0.
         row_index, row_mask (`torch.Tensor` of shape `(R, L)`, int64 and bool):
-            Flat position of token `l` of row `r`, and whether there is one; 0 where there is none.
+            Flat position of token `l` of row `r`, and whether that token exists; 0 where it does not.
         token_rows (`torch.Tensor` of shape `(1, T)`, int64):
             Number of rows that contain each token: its weight in the router loss, a mean over the tokens of all rows.
         scored (`np.ndarray` of shape `(P,)`, int64):
-            `scored_index` again, on the host, which decides where the flat axis is cut into slices.
+            Copy of `scored_index` on the host, where slices are planned and cut.
         layout (`FlatLayout`), counts (`BatchCounts`):
-            The segments, as index tensors for attention; how many tokens are computed, here and by other methods.
+            The segments as index tensors for attention; how many tokens this and other methods compute.
         companion (`FlatBatch`, *optional*):
-            Other rows of the same examples, computed in a call of their own: KTO's mismatched completions.
+            Other rows of the same examples, computed in a separate call: KTO's mismatched completions.
         images ([`~trl_paddingfree.images.rows.FlatImages`], *optional*):
             Which image feature each placeholder token gets, if rows have images.
         packed (`int`, *optional*):
-            Length of the one row in which TRL would compute these, if they are documents that it has packed.
+            For documents that TRL has packed: the length of the single row in which TRL would compute them.
         empty_rows (`int`, *optional*, defaults to `0`):
-            Rows without a token. A pooled head, which reads one token of each row, refuses them.
+            Number of rows without tokens. Pooled heads, which read one token per row, refuse them.
         checksum (`int`, *optional*, defaults to `0`):
-            Of rows and labels, on the host, by which processes can tell whether they have been given the same batch.
+            Checksum of rows and labels, on the host, by which processes verify that they got the same batch.
         schedule ([`~trl_paddingfree.flat.schedule.Schedule`], *optional*):
             How to compute the batch. Under a budget, the trainer sets it before the model gets the batch.
 
@@ -113,25 +113,25 @@ class FlatBatch(HasTensors):
 
         Args:
             rows, labels (`Sequence[Sequence[int]]`):
-                Token ids of the `R` rows, already truncated; each token again where its row scores it, else -100. A row
-                with other labels than these shares nothing.
+                Token ids of the `R` rows, already truncated, and labels: the token itself where it is scored, else
+                -100. A row with any other label shares nothing.
             prefix_sharing (`bool`, *optional*, defaults to `True`):
-                Whether to compute prefixes that rows share once, where that pays: see
+                Whether to compute shared prefixes once, where that pays off: see
                 [`~trl_paddingfree.flat.segments.share_prefixes`].
             pad_to_multiple_of, pad_token_id (`int`, *optional*, the latter defaults to `0`):
-                Pad `T` to a multiple of this value, with this token. The padding is one segment, part of no row.
+                Pad `T` to a multiple of this value, with this token. The padding is one segment that belongs to no row.
             width (`int`, *optional*):
-                `L`, if the padded rows that the batch stands for are wider than the longest row.
+                `L`, if the padded batch is wider than the longest row.
             reach (`int`, *optional*):
-                Treat the longest row as this long, so that rotary frequencies that depend on the length match those of
-                the padded batch. Costs one token of padding.
+                Treat the longest row as this long, so that length-dependent rotary frequencies match those of the
+                padded batch. Costs one token of padding.
             images ([`~trl_paddingfree.images.rows.RowImages`], *optional*):
-                What is known of the rows' images. Rows whose images differ share nothing from the first image on.
+                The images of the rows. Rows whose images differ share nothing from the first image on.
         """
         tokens, targets = ([np.asarray(row, dtype=np.int64) for row in lists] for lists in (rows, labels))
-        # A row that scores other tokens than its own shares nothing: of one token, rows could want several predictions
+        # A row whose labels are not its own tokens shares nothing: one token would have to predict different ones
         may_share = [bool(((y == IGNORE_INDEX) | (y == x)).all()) for x, y in zip(tokens, targets, strict=True)]
-        # What rows are compared by: a placeholder token stands for the image that it belongs to
+        # Rows are compared by these ids, in which an image placeholder stands for its feature
         ids = tokens if images is None else images.identities(tokens)
         filled = [r for r, row in enumerate(tokens) if len(row)]
         alike, alone = ([r for r in filled if may_share[r] == shares] for shares in (True, False))
@@ -146,7 +146,7 @@ class FlatBatch(HasTensors):
         if reach is not None and reach <= max(map(len, tokens)):
             reach = None
         if not filled or (reach and not tail):
-            tail = pad_to_multiple_of or 1  # without rows too, the model needs a token, and every rank must call it
+            tail = pad_to_multiple_of or 1  # even without rows: the model needs a token, and every rank must call it
         if tail:
             segments = segments.with_roots([tail])
             flat = np.concatenate([flat, np.full(tail, pad_token_id)])
@@ -156,7 +156,7 @@ class FlatBatch(HasTensors):
 
         row_index = np.zeros((len(tokens), width), dtype=np.int64)
         row_mask = np.zeros((len(tokens), width), dtype=bool)
-        token_rows = np.zeros(len(flat), dtype=np.int64)  # no float: engines cast those to their dtype
+        token_rows = np.zeros(len(flat), dtype=np.int64)  # not float: engines cast floats to their dtype
         flat_labels = np.full(len(flat), IGNORE_INDEX)
         paths = [segments.path(segment_of.get(r, 0))[: len(row)] for r, row in enumerate(tokens)]
         for r, (path, target) in enumerate(zip(paths, targets, strict=True)):
@@ -199,23 +199,23 @@ class FlatBatch(HasTensors):
         **kwargs: Any,
     ) -> "FlatBatch":
         """
-        Flatten padded rows: padding may stand on either side of a row, and within it. `row_index` is as wide as they.
+        Flatten padded rows, with padding on either side of a row or within it. `row_index` keeps their width.
 
         Args:
             input_ids, attention_mask (`torch.Tensor` of shape `(R, L)`, int64):
-                Tokens of the rows, on the CPU, and which of them are no padding: all that is not 0.
+                Tokens of the rows, on the CPU, and a mask that is nonzero where they are not padding.
             labels (`torch.Tensor` of shape `(R, L)`, int64, *optional*):
-                Each token again where it is scored, else -100. By default, nothing is scored.
+                The token itself where it is scored, else -100. By default, nothing is scored.
             position_ids (`torch.Tensor` of shape `(R, L)`, int64, *optional*):
-                Position of each token, growing along its row. Rows then only share tokens at equal positions. By
-                default, tokens are counted from the first of their row.
+                Position of each token, increasing along its row. Rows then share only tokens at equal positions. By
+                default, positions count from the first token of each row.
             **kwargs:
-                Others of [`FlatBatch.from_rows`], such as `prefix_sharing`.
+                Further arguments of [`FlatBatch.from_rows`], such as `prefix_sharing`.
         """
         mask = (attention_mask != 0).numpy()
         labels = torch.full_like(input_ids, IGNORE_INDEX) if labels is None else labels
         rows, targets = ([row[real] for row, real in zip(x.numpy(), mask, strict=True)] for x in (input_ids, labels))
-        if position_ids is not None:  # a token after another gap is another token
+        if position_ids is not None:  # after a different gap, a token is a different token
             positions = zip(position_ids.numpy(), mask, strict=True)
             skipped = [(row[real] - np.arange(real.sum())) << _TOKEN_BITS for row, real in positions]
             rows = [row + skips for row, skips in zip(rows, skipped, strict=True)]
@@ -240,21 +240,21 @@ class FlatBatch(HasTensors):
         return [row[mask].tolist() for row, mask in zip(rows, self.row_mask, strict=True)]
 
     def scored_of(self, values: torch.Tensor) -> torch.Tensor:
-        """`(1, P, D)`: the vectors of scored tokens among `values` of shape `(1, T, D)`, on whatever device."""
+        """`(1, P, D)`: the vectors of scored tokens in `values`, which is `(1, T, D)` on any device."""
         return values.index_select(1, self.scored_index.to(values.device))
 
     @torch.compiler.disable  # a graph per dtype, gradient mode and shape would cost more than it saves
     def scored_to_rows(self, values: torch.Tensor) -> torch.Tensor:
         """
-        `(R, L-1)`: one value per scored token, `(1, P)` on whatever device, in rows. Entry `l` of a row belongs to the
-        prediction of its token `l+1`. Positions that nothing scores, or beyond the end of the row, are 0.
+        `(R, L-1)`: arrange one value per scored token, `(1, P)` on any device, in rows. Entry `l` of a row belongs to
+        the prediction of its token `l+1`. Positions that are not scored, or beyond the end of the row, are 0.
         """
         index, mask, scored = (x.to(values.device) for x in (self.row_index, self.row_mask, self.scored_index))
         flat = values.new_zeros(self.input_ids.size(1)).index_put((scored,), values.squeeze(0))
-        return torch.where(mask[:, :-1] & mask[:, 1:], flat[index[:, :-1]], 0)  # a product would make NaN of infinity
+        return torch.where(mask[:, :-1] & mask[:, 1:], flat[index[:, :-1]], 0)  # a product would turn inf into NaN
 
     def tokens_to_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """`(R, L, D)`: vectors `(1, T, D)` of tokens, on whatever device, in rows; 0 beyond the end of each."""
+        """`(R, L, D)`: arrange token vectors, `(1, T, D)` on any device, in rows; 0 at padding."""
         rows = values.squeeze(0)[self.row_index.to(values.device)]
         return torch.where(self.row_mask.to(values.device)[..., None], rows, 0)
 

@@ -1,4 +1,4 @@
-"""Which segments a call of SDPA or eager attention computes: short ones of like shape together, long ones alone.
+"""Groups segments into calls of SDPA or eager attention: short ones of similar shape together, long ones alone.
 
 Shape legend: see `segments`; in addition
     C = calls, n = segments of a call, Q, L = queries and keys of its longest segment
@@ -12,26 +12,26 @@ import numpy as np
 
 from .layout import FlatLayout, GatherIndex, once_per_layout
 
-# A segment joins a call if that pads at most so many query-key pairs, and at most this multiple of its own pairs.
-# On a CPU, a call takes the host about 0.1 ms, as much as 1,000 pairs of 600 channels; on a GPU, as much as more pairs
+# A segment joins a call if that pads at most this many query-key pairs, and at most this multiple of its own pairs.
+# A call costs the host about 0.1 ms: on a CPU, as much as 1,000 pairs of 600 channels; on a GPU, as much as more pairs
 PAIRS_OF_A_CALL, PADDED_SHARE = 1024, 1
-# Gathering queries, keys and values in the order of the calls, and outputs back, costs as much as so many calls
+# Reordering queries, keys and values for the calls, and outputs back, costs as much as this many calls
 _CALLS_OF_AN_ORDER = 4
 
 
 @dataclass(frozen=True)
 class AttentionCalls:
     """
-    Calls of attention that compute every segment once; the shorter ones of a call are padded on the right. An index
-    that is `None` takes the flat axis as it is.
+    Attention calls that compute every segment once; shorter segments of a call are padded on the right. An index of
+    `None` means the flat axis as it is.
     """
 
-    segments: tuple[tuple[int, ...], ...]  # of each of the `C` calls
+    segments: tuple[tuple[int, ...], ...]  # the segments of each of the `C` calls
     queries: tuple[int, ...]  # `Q` of each call
     keys: tuple[int, ...]  # `L` of each call
-    query_rows: GatherIndex | None  # flat position of each query row of all calls, `n * Q` for each
-    key_rows: GatherIndex | None  # the same of each key row, `n * L` for each
-    answers: GatherIndex | None  # of each of the `T` tokens, the query row, counted over all calls, of its output
+    query_rows: GatherIndex | None  # flat position of each query row, `n * Q` per call
+    key_rows: GatherIndex | None  # the same for each key row, `n * L` per call
+    answers: GatherIndex | None  # the query row, counted over all calls, with the output of each of the `T` tokens
 
     @staticmethod
     @once_per_layout
@@ -58,7 +58,7 @@ class AttentionCalls:
 
 
 def _calls(layout: FlatLayout) -> list[list[int]]:
-    """The segments of each call: neighbours of one shape, or any of like shape if that saves enough calls."""
+    """The segments of each call: adjacent ones of equal shape, or any of similar shape if that saves enough calls."""
     lengths, key_lengths = layout.segments.lengths, layout.segments.key_lengths
     if layout.blocks is not None:  # each segment has a mask of its own
         return [[i] for i in range(len(lengths))]
@@ -68,16 +68,16 @@ def _calls(layout: FlatLayout) -> list[list[int]]:
 
 
 def _runs(firsts: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> np.ndarray:
-    """`lengths[i]` numbers that count from `firsts[i]`, the last of them repeated up to `slots[i]`, for each `i`."""
+    """For each `i`, `lengths[i]` numbers that count from `firsts[i]`, the last one repeated to fill `slots[i]`."""
     within = np.arange(slots.sum()) - np.repeat(np.cumsum(slots) - slots, slots)
     return np.repeat(firsts, slots) + np.minimum(within, np.repeat(lengths - 1, slots))
 
 
 def segments_of_like_shape(lengths: Sequence[int], key_lengths: Sequence[int]) -> list[list[int]]:
     """
-    Segments, by their queries and keys, in groups whose padding costs less than calls of their segments alone.
+    Group segments, given their queries and keys, where padding costs less than separate calls.
 
-    Branches (segments that continue others) need a mask, and roots need none, so they are never together.
+    Branches (segments that continue others) need a mask and roots do not, so the two are never grouped together.
 
     >>> segments_of_like_shape([30, 400, 29, 5, 400], [30, 400, 29, 33, 400])
     [[1, 4], [0, 2], [3]]

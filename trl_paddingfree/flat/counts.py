@@ -1,4 +1,4 @@
-"""What a batch costs to compute, against what other methods compute: counted on the host."""
+"""How many tokens a batch computes, here and with other methods, counted on the host."""
 
 import time
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ class BatchCounts:
 
     Args:
         computed, real, padded (`int`):
-            Tokens that the model computes, `T`; those of all rows; slots of the padded batch, `R * L`.
+            Tokens that the model computes, `T`; tokens of all rows; slots of the padded batch, `R * L`.
         distinct (`int`):
             Nodes of the tree that the rows form: the fewest tokens any method can compute.
         repeated (`int`):
-            Tokens that layers compute on top if they need whole rows (RWKV, xLSTM): to these, a prefix that several
-            segments continue is part of the row of each.
+            Extra tokens of layers that need whole rows (RWKV, xLSTM): they compute a shared prefix again for every
+            segment that continues it.
 
     >>> from trl_paddingfree import BatchCounts, FlatBatch
     >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
@@ -41,7 +41,7 @@ class BatchCounts:
         return BatchCounts(*map(add, self.as_tuple(), other.as_tuple()))
 
     def in_parts(self, parts: "Sequence[BatchCounts]") -> "BatchCounts":
-        """The counts of the same rows if they are computed in `parts`, of which these are the counts."""
+        """The counts of the same rows when they are computed in parts, whose own counts are `parts`."""
         total = sum(parts, BatchCounts())
         return replace(self, computed=total.computed, repeated=total.repeated)
 
@@ -51,7 +51,7 @@ class BatchCounts:
 
 
 class TokenCounts:
-    """The [`BatchCounts`] of a run, of this process: before the last log, and since."""
+    """The [`BatchCounts`] of this process in a run: up to the last log, and since."""
 
     def __init__(self) -> None:
         self.logged, self.logged_at = BatchCounts(), time.perf_counter()
@@ -64,8 +64,8 @@ class TokenCounts:
 
     def figures(self, accelerator: Any, memory: int, repeats: bool) -> dict[str, float]:
         """
-        Figures for the log since the last call, summed over all processes; of the peak `memory` of each, in bytes, the
-        largest. `repeats` says whether the model has layers that compute shared prefixes again.
+        Figures to log since the last call: token counts summed over all processes, and the largest peak `memory`, given
+        in bytes. `repeats` says whether the model has layers that compute shared prefixes again.
         """
         seconds, new = time.perf_counter() - self.logged_at, sum(self.new, BatchCounts())
         self.logged, self.new, self.logged_at = self.logged + new, [], time.perf_counter()
@@ -84,7 +84,7 @@ class TokenCounts:
 
 
 def of_all_processes(values: Sequence[float], accelerator: Any) -> torch.Tensor:
-    """The `(processes, N)` values of all processes, on the CPU. A single process does without its device."""
+    """The `(processes, N)` values of all processes, on the CPU. A single process does not touch its device."""
     if accelerator.num_processes == 1:
         return torch.tensor([values])
     return accelerator.gather(torch.tensor([values], device=accelerator.device)).cpu()

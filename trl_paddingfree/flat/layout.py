@@ -1,7 +1,7 @@
-"""What attention needs to know of a flat batch, as tensors on one device. Shape legend: see `segments`.
+"""What attention needs to know about a flat batch, as tensors on one device. Shape legend: see `segments`.
 
-`states`, here and elsewhere, are vectors of tokens such as queries, keys and values. The state of a layer is another
-thing: what a recurrence carries from token to token.
+Here and elsewhere, `states` are per-token vectors such as queries, keys and values. The state of a layer is something
+else: what a recurrence carries from token to token.
 """
 
 from collections.abc import Callable, Hashable
@@ -17,7 +17,7 @@ from torch.nn.functional import embedding_bag
 from .segments import Segments
 from .transfer import HasTensors, on_device
 
-# Attention as transformers' layers call it: of a module, its query, key and value, and keyword arguments
+# Attention as transformers' layers call it: with a module, query, key, value and keyword arguments
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 Derived = TypeVar("Derived")
 Arguments = ParamSpec("Arguments")
@@ -26,7 +26,7 @@ Arguments = ParamSpec("Arguments")
 def once_per_layout(
     make: "Callable[Concatenate[FlatLayout, Arguments], Derived]",
 ) -> "Callable[Concatenate[FlatLayout, Arguments], Derived]":
-    """Cache the results of a function in the layout, by its other arguments: all layers of a pass share them."""
+    """Cache a function's results in the layout, keyed by its other arguments: all layers of a pass share them."""
 
     @wraps(make)
     def made(layout: "FlatLayout", *args: Arguments.args, **kwargs: Arguments.kwargs) -> Derived:
@@ -40,9 +40,9 @@ class GatherIndex(HasTensors):
     """Which row each copy is taken from, and how the gradients of the copies add up. All int64."""
 
     index: torch.Tensor  # (S,): the row that each copy is taken from, 0 for the `empty` ones
-    order: torch.Tensor  # (copies that are not empty,): these sorted by row, the order in which their gradients add up
+    order: torch.Tensor  # (non-empty copies,): copies sorted by row, the order in which their gradients add up
     offsets: torch.Tensor  # (rows + 1,): where the copies of each row lie in `order`
-    empty: torch.Tensor | None = None  # copies that are taken from no row, and hold zeros; `None` if there are none
+    empty: torch.Tensor | None = None  # copies of no row, which hold zeros; `None` if there are none
 
     @classmethod
     def of(cls, index: np.ndarray, num_rows: int) -> "GatherIndex":
@@ -58,8 +58,8 @@ class Gather(torch.autograd.Function):
     """
     Copy rows to where they are needed: `(T, heads, D)` to `(S, heads, D)`. Copies of no row are zeros.
 
-    The gradient of a row is the sum over its copies, added in float32 and in a fixed order, by one kernel;
-    `index_select`'s own backward would add bfloat16 numbers in whatever order the threads run.
+    The gradient of a row is the sum over its copies, accumulated by one kernel in float32 and in a fixed order; the
+    backward pass of `index_select` would add bfloat16 numbers in whatever order threads run.
     """
 
     @staticmethod
@@ -76,7 +76,7 @@ class Gather(torch.autograd.Function):
 
 
 def gathered(states: torch.Tensor, rows: GatherIndex | None, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """`(1, heads, T, D)` states as `(S, heads, D)`: copies of `rows`, or all. Cast first: fewer bytes to gather."""
+    """`(1, heads, T, D)` states as `(S, heads, D)`: copies of `rows`, or all. Casts first, to gather fewer bytes."""
     # `states[0]` would write its gradient into a zeroed copy of all states, a full pass over memory
     states = states.transpose(1, 2).squeeze(0).to(dtype or states.dtype)
     return states if rows is None else Gather.apply(states, rows)
@@ -84,14 +84,14 @@ def gathered(states: torch.Tensor, rows: GatherIndex | None, dtype: torch.dtype 
 
 @dataclass(frozen=True)
 class FlatLayout(HasTensors):
-    """What attention needs of [`Segments`], as tensors on one device, computed once per batch."""
+    """What attention needs from [`Segments`], as tensors on one device, computed once per batch."""
 
     segments: Segments
     cu_seqlens_q: torch.Tensor  # (N+1,) int32: boundaries of the segments
     cu_seqlens_k: torch.Tensor  # (N+1,) int32: boundaries of the keys that each segment reads
     seq_idx: torch.Tensor  # (1, T) int32: segment of each token, for layers that carry state
     kv_gather: GatherIndex | None  # see `kv_index`
-    blocks: torch.Tensor | None = None  # (T,) int64: image block of each token, or -1: tokens of one see each other
+    blocks: torch.Tensor | None = None  # (T,) int64: image block of each token, or -1; tokens of a block see each other
 
     @classmethod
     def from_segments(cls, segments: Segments, blocks: np.ndarray | None = None) -> "FlatLayout":
@@ -115,7 +115,7 @@ class FlatLayout(HasTensors):
 
     @property
     def host_blocks(self) -> np.ndarray | None:
-        """`blocks` on the host, which waits for the device the first time."""
+        """`blocks` on the host. The first access waits for the device."""
         return None if self.blocks is None else self.derived("blocks", self.blocks.cpu).numpy()
 
     @property
@@ -133,29 +133,29 @@ class FlatLayout(HasTensors):
         return on_device(torch.from_numpy(values), self.device)
 
     def gather_index(self, index: np.ndarray, num_rows: int) -> GatherIndex:
-        """A [`GatherIndex`] on the layout's device, in one copy, which the host does not wait for."""
+        """A [`GatherIndex`] on the layout's device, sent there in one asynchronous copy."""
         return GatherIndex.of(index, num_rows).to(self.device, non_blocking=True)
 
     def derived(self, key: Hashable, make: Callable[[], Derived]) -> Derived:
-        """What `make` gives, made once per layout and `key`."""
-        # Not a field: FSDP rebuilds dataclasses among the arguments of a model from all of their fields
+        """The result of `make`, cached per layout and `key`."""
+        # Not a field: FSDP rebuilds dataclass arguments of a model from all of their fields
         cache = vars(self).setdefault("_derived", {})
         if key not in cache:
             cache[key] = make()
         return cache[key]
 
     def without_blocks(self) -> "FlatLayout":
-        """The layout of layers in which image tokens see only what precedes them."""
+        """The layout for layers in which image tokens see only what precedes them."""
         return self if self.blocks is None else self.derived("without blocks", partial(replace, self, blocks=None))
 
     @once_per_layout
     def chunked(self, size: int) -> "FlatLayout":
-        """The layout of attention within chunks of `size` positions (Llama 4): segments are cut where a chunk ends."""
+        """The layout for attention within chunks of `size` positions (Llama 4): segments are cut where chunks end."""
         return FlatLayout.from_segments(_cut_at_chunks(self.segments, size)).to(self.device, non_blocking=True)
 
 
 def _cut_at_chunks(segments: Segments, size: int) -> Segments:
-    """Cut segments where their positions pass a multiple of `size`. Each part continues only what is in its chunk."""
+    """Cut segments at positions that are multiples of `size`. Each result continues only tokens of its own chunk."""
     parts: list[tuple[int, int, int]] = []  # length, parent and start of each
     first_part: list[int] = []  # of each segment
     for length, parent, start in zip(segments.lengths, segments.holders, segments.starts, strict=True):

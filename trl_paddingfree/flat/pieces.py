@@ -1,10 +1,10 @@
-"""How layers that carry state go along rows that share prefixes: piece by piece, or in whole rows if they cannot.
+"""How layers that carry state run along rows that share prefixes: piece by piece, or over whole rows if they must.
 
 Shape legend: see `segments`; in addition
     P = pieces, G = calls, n = pieces or rows of a call, L = the longest of them, S = slots (the sum of n * L)
 
-A piece is what lies between two forks of the tree. A recurrence starts it from the state in which the piece before it
-ends, so each token is computed once. Pieces with as many others before them are a level: they are independent.
+A piece is a stretch of tokens between two forks of the tree. A recurrence starts it from the final state of the piece
+before it, so each token is computed once. Pieces of equal depth form a level: they are independent.
 
     flat     0  1  2  3  4  5 | 6  7  8      segment 1 continues the first two tokens of segment 0
     pieces   ----  ----------   -------      0, 1, 2
@@ -25,9 +25,9 @@ from .slices import View, handed_on
 class PieceCall:
     """Pieces of one level that are computed in one call."""
 
-    shape: tuple[int, int]  # rows of the call, and tokens of each: `(n, L)`, padded on the right, or all as `(1, S)`
-    parents: GatherIndex | None  # the piece of the level before, or earlier slice's state, that each continues, if any
-    boundaries: torch.Tensor | None  # (n + 1,) int32: of pieces one after the other; `None` if each has a row
+    shape: tuple[int, int]  # rows of the call and their length: `(n, L)`, padded on the right, or `(1, tokens)`, packed
+    parents: GatherIndex | None  # piece of the previous level, or state of an earlier slice, that each continues
+    boundaries: torch.Tensor | None  # (n + 1,) int32: boundaries of packed pieces; `None` if each has its own row
 
 
 @dataclass(frozen=True)
@@ -45,22 +45,21 @@ class Pieces:
     """
 
     levels: tuple[tuple[PieceCall, ...], ...]  # the calls of each level
-    slots: GatherIndex  # the flat token in each of `S` slots, call by call; none, where a piece is padded
+    slots: GatherIndex  # the flat token in each of `S` slots, call by call; none at padding
     own: GatherIndex  # the slot of each flat token
-    kept: GatherIndex | None = None  # the pieces, in order, whose last states later slices continue; `None`: none
+    kept: GatherIndex | None = None  # pieces whose final state a later slice needs, in order; `None` if none
 
     @staticmethod
     @once_per_layout
     def of(layout: FlatLayout, step_cost: float | None, cuts: tuple[int, ...] = (), number: int = 0) -> "Pieces":
         """
-        The pieces of a layout, or of slice `number` of one that is cut. With a `step_cost`, a call has pieces of like
-        length, padded, see [`groups_of_like_length`]. With `None`, each level is one call, whose pieces stand one after
-        the other.
+        The pieces of a layout or, with `cuts`, of its slice `number`. With a `step_cost`, each call pads pieces of
+        similar length, see [`groups_of_like_length`]. With `None`, each level is one call of packed pieces.
         """
         view, reads, kept = handed_on(layout, cuts or (0, layout.segments.num_tokens), "states")[number]
         firsts, lengths, parents, depths, before = view.pieces
         enters = np.isin(before, reads)
-        place = np.empty(len(parents), dtype=np.int64)  # of each piece among those of its level, call by call
+        place = np.empty(len(parents), dtype=np.int64)  # index of each piece within its level, call by call
         slots: list[np.ndarray] = []
         levels, sizes = [], np.bincount(depths)
         for depth in range(len(sizes)):
@@ -76,7 +75,7 @@ class Pieces:
                     rows = rows[rows >= 0][None]
                     boundaries = layout.tensor(np.append(0, lengths[members].cumsum()).astype(np.int32))
                 initial = layout.gather_index(place[parents[members]], sizes[depth - 1]) if depth else None
-                if enters[members].any():  # of the first level only
+                if enters[members].any():  # in the first level only
                     states = np.where(enters, np.searchsorted(reads, before), -1)
                     initial = layout.gather_index(states[members], len(reads))
                 calls.append(PieceCall(rows.shape, initial, boundaries))
@@ -84,9 +83,9 @@ class Pieces:
             levels.append(tuple(calls))
             place[np.concatenate(groups)] = np.arange(len(level))
         tokens = np.concatenate(slots)
-        own = np.argsort(tokens, kind="stable")[-lengths.sum() :]  # behind the slots of no token, which are -1
+        own = np.argsort(tokens, kind="stable")[-lengths.sum() :]  # slots without a token, -1, sort first
         ends = None
-        if len(kept):  # among the pieces of all levels
+        if len(kept):  # indices among the pieces of all levels
             of_kept = np.searchsorted(view.span.start + firsts + lengths - 1, kept)
             ends = layout.gather_index(((np.cumsum(sizes) - sizes)[depths] + place)[of_kept], len(depths))
         return Pieces(tuple(levels), layout.gather_index(tokens, len(own)), layout.gather_index(own, len(tokens)), ends)
@@ -95,8 +94,8 @@ class Pieces:
 @dataclass(frozen=True)
 class Context:
     """
-    An axis for convolutions: before each run of a slice stand the tokens that precede it in its row. It is taken from
-    the states of the slice, and behind them those of the tokens before it.
+    An axis for convolutions, on which each run of a slice follows the tokens that precede it in its row. It is gathered
+    from the states of the slice, followed by those of the earlier tokens that it needs.
 
     >>> from trl_paddingfree import Segments
     >>> layout = FlatLayout.from_segments(Segments(lengths=(6, 3), parents=(-1, 0), starts=(0, 2)))
@@ -105,7 +104,7 @@ class Context:
     ([5, 6, 0, 3, 4, 1, 2], [2, 5, 6])
     """
 
-    rows: GatherIndex  # which of these states is in each place, or none where a row has fewer tokens
+    rows: GatherIndex  # the state in each place; none where a row has fewer tokens before a run
     places: torch.Tensor  # (t,) int64: the place of each token of the slice
 
     @staticmethod
@@ -124,25 +123,25 @@ class Context:
 @dataclass(frozen=True)
 class PathRows:
     """
-    One row per segment, its whole path, in calls of rows of about equal length. `slots` and `own` are `None` if the
-    flat axis as it is makes one call.
+    One row per segment, its whole path, in calls of rows of similar length. `slots` and `own` are `None` if the flat
+    axis as it is makes up the only call.
     """
 
     shapes: tuple[tuple[int, int], ...]  # `G` pairs `(n, L)`
-    slots: GatherIndex | None  # the flat token in each of `S` slots, call by call; none, where a row is padded
+    slots: GatherIndex | None  # the flat token in each of `S` slots, call by call; none at padding
     own: torch.Tensor | None  # (T,) int64: the slot of each flat token, in the row of its own segment
 
     @staticmethod
     @once_per_layout
     def of(layout: FlatLayout, step_cost: float | None) -> "PathRows":
-        """The rows of a layout. `step_cost`: see [`groups_of_like_length`]; `None`: all paths as one row."""
+        """The rows of a layout. For `step_cost`, see [`groups_of_like_length`]; with `None`, all paths form one row."""
         segments, total = layout.segments, layout.segments.num_tokens
         if step_cost is None and not segments.is_shared:
             return PathRows(((1, total),), None, None)
         lengths, size = segments.key_lengths, 0
         groups = [[i] for i in range(len(lengths))] if step_cost is None else groups_of_like_length(lengths, step_cost)
         slots: list[np.ndarray] = []
-        firsts = np.empty(len(lengths), dtype=np.int64)  # the slot in which the row of each segment begins
+        firsts = np.empty(len(lengths), dtype=np.int64)  # the slot where the row of each segment begins
         for group in groups:
             longest = lengths[group[-1]]
             for i in group:
@@ -156,10 +155,10 @@ class PathRows:
 
 def groups_of_like_length(lengths: Sequence[int] | np.ndarray, step_cost: float) -> list[list[int]]:
     """
-    Rows grouped by length so that computing the groups one after the other costs least. Shortest first.
+    Group rows by length so that computing one group after another costs least. Shortest first.
 
-    A group of `n` rows, the longest of `L` tokens, costs `L * (n + step_cost)`: each step along the longest costs the
-    same again, however many rows take it. The best grouping of sorted rows is found exactly.
+    A group of `n` rows, the longest of `L` tokens, costs `L * (n + step_cost)`: each step has a fixed cost on top,
+    however many rows take it. Dynamic programming finds the optimal grouping of the sorted rows.
 
     >>> groups_of_like_length([100, 9, 104, 10], step_cost=2)
     [[1, 3], [0, 2]]

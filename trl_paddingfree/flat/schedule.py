@@ -7,15 +7,15 @@ from itertools import pairwise
 @dataclass(frozen=True)
 class Schedule:
     """
-    How a pass computes a flat batch: without a budget, whole and as TRL has set the layers.
+    How a pass computes a flat batch. By default, without a budget: whole, with layers as TRL has set them.
 
     Args:
         cuts (`tuple[int, ...]`, *optional*):
-            Flat positions at which the axis is cut into slices, 0 and `T` among them. Empty: it is computed whole.
+            Flat positions at which the axis is cut into slices, including 0 and `T`. If empty, it is computed whole.
         recompute (`int`, *optional*):
             How many layers, from the first on, recompute their activations in the backward pass. `None`: as TRL set it.
         head_chunk (`int`, *optional*):
-            The most scored tokens that the LM head gets at a time. `None`: all of them.
+            The most scored tokens that the LM head computes at a time. `None`: all of them.
         peak (`int`, *optional*, defaults to `0`):
             Predicted bytes at the peak of the pass; 0 without `memory_budget`.
         kept_slices (`int`, *optional*, defaults to `1`):

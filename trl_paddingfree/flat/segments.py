@@ -1,4 +1,4 @@
-"""How one flat axis of tokens is cut into segments, and which segment each segment continues: the tree of its rows.
+"""How a flat axis of tokens is cut into segments, and which segment each one continues: the tree of its rows.
 
 Shape legend, here and in the modules that use it:
     T = flat tokens, N = segments, S = key/value rows (T when nothing is shared),
@@ -11,7 +11,7 @@ Two pairs, each with a prompt of three tokens, as two segments `[prompt chosen]`
     pos     0  1  2  3  4  5   0  1  2  3    2  3  4    2  3  4      starts  (0, 0, 2, 2)
 
 Segment 2 continues the first two tokens of segment 0 and recomputes the third: the last prompt token predicts a
-different token in each branch, so each branch owns a copy of it and every flat token has one single next token.
+different token in each branch, so each branch owns a copy of it and every flat token has a single next token.
 """
 
 from bisect import bisect_left
@@ -22,18 +22,18 @@ from itertools import pairwise
 
 import numpy as np
 
-# Gathering so many keys, with their values and gradients, counts as much as computing one token. On an H100, it was 5
-# of 654 ms of a step (docs/gpu.md), about 190 keys for a token; of narrow models with many key heads, it may be a third
+# Gathering this many keys, with their values and gradients, counts as computing one token. On an H100, it took 5 of the
+# 654 ms of a step (docs/gpu.md), about 190 keys for a token; on narrow models with many key heads, it may be a third
 KEYS_OF_A_TOKEN = 64
 
 
 @dataclass(frozen=True)
 class Segments:
     """
-    A cut of `T` flat tokens into `N` segments. The queries of each are causal over the keys of its path: what it
-    inherits from its parents, and its own.
+    `T` flat tokens cut into `N` segments. The queries of each attend causally to the keys of its path: those that it
+    inherits from its ancestors, and its own.
 
-    Three tuples of ints on the host define it. Everything else is derived from them, once, on the CPU.
+    Three tuples of ints on the host define it. Everything else is derived from them on the CPU.
 
     Args:
         lengths (`tuple[int, ...]`):
@@ -77,23 +77,23 @@ class Segments:
         return cls((), (), ()).with_roots(lengths)
 
     def with_roots(self, lengths: Sequence[int]) -> "Segments":
-        """These, followed by segments that share nothing."""
+        """These segments, followed by others that share nothing."""
         number = len(lengths)
         return Segments((*self.lengths, *lengths), (*self.parents, *[-1] * number), (*self.starts, *[0] * number))
 
     def __getstate__(self) -> dict:
-        # Data loader workers send the fields only: the rest is cheap to derive again
+        # Data loader workers send only the fields: the rest is cheap to derive again
         return {each.name: vars(self)[each.name] for each in fields(self)}
 
     @cached_property
     def holders(self) -> tuple[int, ...]:
         """
-        `(N,)` ints: the segment in which the token before each segment's first one lies, -1 for roots. It is the
-        parent, or an ancestor of it if the parent inherits that token, too.
+        `(N,)` ints: the segment that holds the token before each segment's first one, -1 for roots. This is the parent,
+        or an ancestor if the parent inherits that token, too.
         """
         holders = []
         for parent, start in zip(self.parents, self.starts, strict=True):
-            while parent != -1 and self.starts[parent] >= start:  # it continues what its parent inherits
+            while parent != -1 and self.starts[parent] >= start:  # the parent inherits that token
                 parent = self.parents[parent]
             holders.append(parent)
         return tuple(holders)
@@ -105,7 +105,7 @@ class Segments:
 
     @property
     def num_keys(self) -> int:
-        """Tokens whose keys and values queries may read: all of them, and in a slice those of earlier ones, too."""
+        """Tokens whose keys and values may be read: all of them and, in a slice, those that earlier slices keep."""
         return self.num_tokens
 
     @property
@@ -183,7 +183,7 @@ class Segments:
         return cache[window]
 
     def dense_mask(self) -> np.ndarray:
-        """`(T, T)` bool: whether query `i` attends to key `j`, by the definition of a path. What tests compare with."""
+        """`(T, T)` bool: whether query `i` attends to key `j`, by the definition of a path. The reference for tests."""
         mask = np.zeros((self.num_tokens, self.num_tokens), dtype=bool)
         for path, start, length in zip(self._paths, self.starts, self.lengths, strict=True):
             mask[np.ix_(path[start:], path)] = np.tri(length, len(path), start, dtype=bool)
@@ -191,22 +191,22 @@ class Segments:
 
 
 def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
-    """How many tokens two rows start alike with."""
+    """Length of the common prefix of two rows."""
     n = min(len(one), len(other))
     return int(np.append(one[:n] != other[:n], True).argmax())
 
 
 def something_to_compute(start: int, stop: int, total: int) -> range:
     """
-    The flat tokens from `start` to before `stop`. For an empty slice, the first two of `total` stand in, and count for
-    nothing: models need something to compute, and take a single token for a step of generation.
+    The flat tokens from `start` up to `stop`. For an empty slice, the first two of `total` stand in and do not count:
+    models need something to compute, and take a single token for a decoding step.
     """
     return range(start, stop) if start < stop else range(min(2, total))
 
 
 def adjacent_prefixes(rows: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:
-    """Indices of rows of int64 tokens in sorted order, and how many first tokens each shares with the one before it."""
-    # The order of the bytes is not the order of the ids, but it keeps rows with a common prefix together
+    """Indices of int64 rows in sorted order, and the length of the prefix that each shares with the one before it."""
+    # Byte order is not the order of the ids, but it keeps rows with a common prefix together
     keys = [np.ascontiguousarray(row).tobytes() for row in rows]
     order = sorted(range(len(rows)), key=keys.__getitem__)
     prefixes = [0]
@@ -223,19 +223,18 @@ def share_prefixes(
     rows: Sequence[np.ndarray], alone: Sequence[np.ndarray] = ()
 ) -> tuple[Segments, tuple[int, ...], np.ndarray]:
     """
-    Lay rows out on one flat axis on which a prefix that several of them share is there once.
+    Lay rows out on one flat axis, with shared prefixes stored once.
 
-    Each row continues the earlier one with which it has the longest prefix in common, if that pays: a segment that
-    continues another one saves the tokens that it inherits, and every key of the batch is then gathered in every layer.
-    Two thresholds decide: a row must inherit at least one in `KEYS_OF_A_TOKEN` of its tokens, and the batch must save
-    at least one token for every `KEYS_OF_A_TOKEN` keys that it gathers. A row that is a prefix of another one costs
-    nothing.
+    Each row continues the earlier one with which it shares the longest prefix, if that pays off: the tokens that it
+    inherits need not be computed, but once any row continues another, every layer gathers every key of the batch. Two
+    thresholds decide: a row must inherit at least one in `KEYS_OF_A_TOKEN` of its tokens, and the batch must save at
+    least one token for every `KEYS_OF_A_TOKEN` keys that it gathers. A row that is a prefix of another one is free.
 
     Args:
         rows (`Sequence[np.ndarray]`):
             The tokens of each row, int64; no row is empty.
         alone (`Sequence[np.ndarray]`, *optional*):
-            Rows behind these that share nothing.
+            Rows that share nothing, laid out after these.
 
     Returns:
         `tuple[Segments, tuple[int, ...], np.ndarray]`: The segments, the segment in which each row ends, and the `(T,)`
@@ -256,9 +255,9 @@ def _lay_out(
     rows: Sequence[np.ndarray], order: list[int], prefixes: list[int], keys_of_a_token: int
 ) -> tuple[Segments, list[int], list[np.ndarray]]:
     """
-    What [`share_prefixes`] gives, from what [`adjacent_prefixes`] gives of `rows`. In sorted order, two rows have as
-    much in common as the adjacent pair between them that has least: all work on tokens is one sort of byte strings and
-    one comparison per adjacent pair. `keys_of_a_token`: 0 if no segment is to continue another one.
+    Lay out `rows` for [`share_prefixes`], given their [`adjacent_prefixes`]. In sorted order, two rows share the
+    minimum of what the adjacent pairs between them share, so that the only work on tokens is one sort of byte strings
+    and one comparison per adjacent pair. With `keys_of_a_token=0`, no segment continues another one.
     """
     ranks: list[int] = []  # of the rows so far, sorted
     row_segments: list[int] = []
@@ -273,7 +272,7 @@ def _lay_out(
         return segment
 
     for row, rank in zip(rows, np.argsort(order).tolist(), strict=True):
-        at = bisect_left(ranks, rank)  # earlier rows that are next to this one in sorted order have most in common
+        at = bisect_left(ranks, rank)  # of the earlier rows, its neighbours in sorted order share most with it
         near = ranks[max(at - 1, 0) : at + 1]
         ranks.insert(at, rank)
         common = [(min(prefixes[min(i, rank) + 1 : max(i, rank) + 1]), order[i]) for i in near]
@@ -282,7 +281,7 @@ def _lay_out(
         if shared == len(row):
             row_segments.append(ancestor(segment, shared))
         elif shared and shared == len(rows[other]) == starts[segment] + len(tokens[segment]):
-            # The other row is a prefix that nothing continues yet: its segment simply goes on
+            # The other row is a prefix that nothing continues yet: extend its segment
             row_segments.append(segment)
             tokens[segment] = np.append(tokens[segment], row[shared:])
         else:

@@ -1,6 +1,6 @@
 """Slices of a flat axis, computed one after another: each reads keys and values of earlier ones on its paths.
 
-Tokens depend on earlier ones only, so the order of the axis is an order of computation, and it may be cut anywhere.
+Tokens depend only on earlier ones, so the axis can be computed in order and cut anywhere.
 Shape legend: see [`~trl_paddingfree.flat.segments`]. Two rows that share three tokens, in two slices:
 
     flat    0  1  2  3 | 4  5  6  7     lengths (6, 3), parents (-1, 0), starts (0, 2)
@@ -20,32 +20,32 @@ from .layout import FlatLayout, once_per_layout
 from .segments import Segments, something_to_compute
 from .transfer import HasTensors
 
-# A cut moves to the end of a segment that is within an eighth of a slice: runs that begin there need no mask
+# A cut moves to the end of a segment within an eighth of a slice: runs that begin there need no mask
 _NEAR = 8
 
 
-# The window of attention that has none: more positions than a row has
+# The window of attention without one: more positions than any row has
 NO_WINDOW = 2**62
-# What a span reads of the flat axis before it: a number of tokens before each run, or states of layers
+# What a span reads from the axis before it: a number of tokens before each run, or states of layers
 What = int | Literal["states"]
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a span of the flat axis has of one segment."""
+    """The tokens of one segment that lie in a span of the flat axis."""
 
     length: int
-    path: np.ndarray  # the flat tokens of its row up to its last: those that precede it, and its own
+    path: np.ndarray  # the flat tokens of its row, up to the last one of the run
 
     def reads(self, size: int) -> np.ndarray:
-        """Its own tokens, and up to `size` of its row before them."""
+        """Its own tokens, after up to `size` that precede them in its row."""
         return self.path[max(len(self.path) - self.length - size, 0) :]
 
 
 @dataclass(frozen=True)
 class View:
     """
-    A span of the flat axis, as a slice in time, a process, or the whole batch sees it: its runs, and what they need of
+    A span of the flat axis (a slice, what one process computes, or the whole batch): its runs, and what they need from
     the tokens before it.
     """
 
@@ -55,7 +55,7 @@ class View:
 
     @classmethod
     def of(cls, segments: Segments, start: int, stop: int) -> "View":
-        """The tokens from `start` to before `stop`; if there are none, [`something_to_compute`]."""
+        """The view of the tokens from `start` up to `stop` or, if there are none, of [`something_to_compute`]."""
         span, runs = something_to_compute(start, stop, segments.num_tokens), []
         for i, (offset, end) in enumerate(pairwise(segments.offsets)):
             first, last = max(span.start, offset), min(span.stop, end)
@@ -66,9 +66,9 @@ class View:
     @cached_property
     def pieces(self) -> np.ndarray:
         """
-        `(5, P)` int64, the runs cut after each fork: of each piece, in flat order, its first token, from the start of
-        the span; its length; the piece of the span that it continues, or -1; how many of these are before it on its
-        path; and the flat token that precedes it in its row, or -1.
+        `(5, P)` int64, the runs cut after each fork. For each piece, in flat order: its first token, counted from the
+        start of the span; its length; the piece of the span that it continues, or -1; its depth in the tree of these
+        pieces; and the flat token that precedes it in its row, or -1.
         """
         start, stop = self.span.start, self.span.stop
         offsets, entered = self.segments.offsets, self.segments.entered
@@ -86,8 +86,8 @@ class View:
 
     def before(self, what: What) -> np.ndarray:
         """
-        Earlier flat tokens that the span needs, ascending, int64: the last `what` before each of its runs in their
-        row, or those whose states its runs go on from.
+        Earlier flat tokens that the span needs, int64, ascending: the last `what` tokens before each run in its row, or
+        those whose states the runs continue.
         """
         tokens = self.pieces[4] if what == "states" else np.concatenate([run.reads(what) for run in self.runs])
         return np.unique(tokens[(tokens >= 0) & (tokens < self.span.start)])
@@ -96,7 +96,7 @@ class View:
 @once_per_layout
 def handed_on(layout: FlatLayout, cuts: tuple[int, ...], what: What) -> list[tuple[View, np.ndarray, np.ndarray]]:
     """
-    For each span between these flat positions, 0 and `T` among them: its view, the earlier tokens that it needs, and
+    For each span between `cuts`, flat positions that include 0 and `T`: its view, the earlier tokens that it needs, and
     its own tokens that later spans need. Both are ascending; see [`View.before`].
     """
     views = [View.of(layout.segments, start, stop) for start, stop in pairwise(cuts)]
@@ -111,23 +111,23 @@ def handed_on(layout: FlatLayout, cuts: tuple[int, ...], what: What) -> list[tup
 @dataclass(frozen=True)
 class SegmentSlice(Segments):
     """
-    The runs of a slice: its part of each segment. Their keys are on one axis: those that earlier slices have kept, and
-    then its own: `_paths` are places on it. `starts` counts the keys that each run reads before its own. `parents` are
-    not read.
+    The runs of a slice: what it has of each segment. Their keys lie on one axis, first those that earlier slices kept,
+    then its own; `_paths` are indices into it. `starts` counts the keys that each run reads before its own. `parents`
+    is not read.
     """
 
     _paths: tuple[np.ndarray, ...] = field(default=(), compare=False)  # type: ignore[assignment]
     num_keys: int = 0  # type: ignore[assignment]
 
     def __post_init__(self):
-        """Runs continue keys, and no segments of this slice."""
+        """Nothing to validate: runs continue keys, not segments of this slice."""
 
 
 @dataclass(frozen=True)
 class Slice(HasTensors):
     """
-    Contiguous tokens of a flat axis. An empty slice has two that stand in, see [`something_to_compute`], and do not
-    count.
+    Contiguous tokens of a flat axis. In an empty slice, two tokens stand in and do not count, see
+    [`something_to_compute`].
 
     >>> layout = FlatLayout.from_segments(Segments(lengths=(6, 3), parents=(-1, 0), starts=(0, 3)))
     >>> one, two = slices_of(layout, (0, 4, 9))
@@ -146,9 +146,9 @@ def slices_of(
     layout: FlatLayout, cuts: tuple[int, ...], with_reach: bool = False, window: int = NO_WINDOW
 ) -> tuple[Slice, ...]:
     """
-    The slices of a layout that is cut at these flat positions, 0 and `T` among them. `with_reach`, each has one token
-    more, a row of its own, at the last position of the longest row, so that rotary frequencies agree in all slices. For
-    attention with a `window` of positions, a token's own included, they have the keys that it sees.
+    The slices of a layout between `cuts`, flat positions that include 0 and `T`. `with_reach`, each has one extra token
+    in a row of its own, for the last position of the longest row, so that rotary frequencies agree in all slices.
+    `window` is the number of positions that attention sees, a token's own included: slices hold no other keys.
     """
     blocks, slices = layout.host_blocks, []
     handed = handed_on(layout, cuts, window - 1)
@@ -169,7 +169,7 @@ def slices_of(
 
 def kept_keys(segments: Segments, cuts: Sequence[int], windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
-    For each of these windows: `(windows,)` int64, tokens whose keys and values stay until later slices have read them;
+    Counts for each window: `(windows,)` int64, tokens whose keys and values stay until later slices have read them;
     and `(windows, slices)` int64, tokens before each slice whose keys it or later ones read.
 
     >>> kept_keys(Segments((6, 3), (-1, 0), (0, 3)), (0, 2, 4, 9), np.array([9, 2]))
@@ -187,9 +187,9 @@ def kept_keys(segments: Segments, cuts: Sequence[int], windows: np.ndarray) -> t
 
 def cut_by_size(segments: Segments, size: int, blocks: np.ndarray | None = None) -> tuple[int, ...]:
     """
-    Where to cut so that no slice has more than `size` tokens, and the last, which is not computed again, has about as
-    many. Cuts lie at the end of a segment where there is one near, and never within an image block. No slice of text
-    has a single token, which models without attention take for a step of generation: they drop its mask.
+    Where to cut so that slices have at most `size` tokens (more to keep an image block whole), and the last, which is
+    not recomputed, about as many. Cuts lie at the end of a segment if one is near, and never within an image block. No
+    slice of text has a single token: models without attention take that for a decoding step, and drop its mask.
 
     >>> cut_by_size(Segments.from_lengths([50, 53, 7]), 40)
     (0, 30, 70, 110)
@@ -204,7 +204,7 @@ def cut_by_size(segments: Segments, size: int, blocks: np.ndarray | None = None)
 
 def cut_by_number(total: int, number: int, blocks: np.ndarray | None = None) -> tuple[int, ...]:
     """
-    Where to cut `total` tokens into so many slices of about one size; some may be empty, and none has one token.
+    Where to cut `total` tokens into `number` slices of about equal size; some may be empty, but none has one token.
 
     >>> cut_by_number(10, 4), cut_by_number(5, 4)
     ((0, 2, 5, 7, 10), (0, 0, 2, 2, 5))
@@ -216,8 +216,8 @@ def cut_by_number(total: int, number: int, blocks: np.ndarray | None = None) -> 
 
 def sizes_to_try(segments: Segments, largest: int, least: int) -> list[int]:
     """
-    Sizes of slices, from the `largest` down to the `least`, in tokens, of which one needs about the least memory. A
-    smaller one may need more: where it cuts completions, their keys stay; a size that a whole one fits into cuts none.
+    Slice sizes in tokens, from the `largest` down to the `least`, one of which needs about the least memory. Smaller is
+    not always better: keys of completions that are cut must stay, and slices that fit whole completions cut none.
 
     >>> sizes_to_try(Segments((3000, 700, 800), (-1, 0, 0), (0, 3000, 3000)), 1000, 128)
     [1000, 914, 500, 250, 128]
@@ -229,7 +229,7 @@ def sizes_to_try(segments: Segments, largest: int, least: int) -> list[int]:
 
 
 def _before_block(cut: int, blocks: np.ndarray | None) -> int:
-    """Tokens of an image block see those that follow, so that a cut within one moves to its first token."""
+    """Move a cut within an image block to its first token: tokens of a block see those that follow."""
     while blocks is not None and 0 < cut < len(blocks) and blocks[cut] >= 0 and blocks[cut] == blocks[cut - 1]:
         cut -= 1
     return cut

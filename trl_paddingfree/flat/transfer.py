@@ -1,7 +1,7 @@
-"""All tensors of a batch in one buffer, so that they reach the device in one copy, which the host does not wait for.
+"""Packs all tensors of a batch into one pinned buffer, so that they reach the device in one asynchronous copy.
 
-A batch has a dozen tensors of a few kilobytes each: a dozen copies cost the host more than their bytes, and from memory
-that can be paged out each of them is waited for.
+A batch has a dozen tensors of a few kilobytes each: a dozen copies cost the host more than their bytes do, and from
+pageable memory, the host waits for each of them.
 """
 
 from collections.abc import Callable
@@ -11,30 +11,30 @@ from typing import Self
 
 import torch
 
-# Tensors begin at multiples of so many bytes, as kernels expect that load several elements at a time
+# Tensors are aligned to this many bytes, as kernels with vectorized loads expect
 _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class HasTensors:
-    """A value whose fields hold tensors, or values that do."""
+    """A dataclass whose fields hold tensors, or values that do."""
 
     def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """A copy in which each tensor `x` is `fn(x)`; the order of the calls is always the same."""
+        """A copy with `fn` applied to each tensor, always in the same order."""
         return replace(self, **{f.name: _mapped(vars(self)[f.name], fn) for f in fields(self)})
 
     def pin_memory(self) -> Self:
-        """A copy in one buffer of page-locked memory. PyTorch's data loader calls this by its name."""
+        """A copy in one buffer of pinned memory. PyTorch's data loader calls this method by name."""
         tensors = self._tensors()
         return self._with(tensors, _views(_packed(tensors), tensors))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """A copy on another device, or itself if it is there: one transfer, which the host does not wait for."""
+        """A copy on another device, or `self` if it is there. To an accelerator: in one asynchronous copy."""
         to = torch.device(device)
         tensors = [x for x in self._tensors() if x.device.type != to.type or to.index not in (None, x.device.index)]
         if not tensors:
             return self
-        if tensors[0].device.type != "cpu" or not _is_accelerator(to):  # what is to move is all on one device
+        if tensors[0].device.type != "cpu" or not _is_accelerator(to):  # tensors to move are all on one device
             return self._with(tensors, [x.to(to, non_blocking=non_blocking) for x in tensors])
         return self._with(tensors, _views(_pinned(tensors).to(to, non_blocking=True), tensors))
 
@@ -59,7 +59,7 @@ def _mapped(value: object, fn: Callable[[torch.Tensor], torch.Tensor]) -> object
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the CPU on `device`, in a copy that the host does not wait for."""
+    """A CPU tensor on `device`, copied there asynchronously."""
     return (tensor.pin_memory() if _is_accelerator(device) else tensor).to(device, non_blocking=True)
 
 
@@ -69,12 +69,12 @@ def _is_accelerator(device: torch.device) -> bool:
 
 
 def _sizes(tensors: list[torch.Tensor]) -> list[int]:
-    """Bytes that each tensor takes of the buffer."""
+    """Bytes that each tensor takes in the buffer."""
     return [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in tensors]
 
 
 def _pinned(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The buffer that `pin_memory` has made of `tensors`, which their addresses tell, or else a new one."""
+    """The buffer that `pin_memory` made of `tensors`, recognized by their addresses, or a new one."""
     sizes, storage = _sizes(tensors), tensors[0].untyped_storage()
     places = [x.data_ptr() - storage.data_ptr() for x in tensors]
     is_buffer = storage.nbytes() == sum(sizes) and places == [0, *accumulate(sizes)][:-1] and tensors[0].is_pinned()
@@ -82,7 +82,7 @@ def _pinned(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _packed(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """One buffer of page-locked memory with all of `tensors`."""
+    """One buffer with all of `tensors`, pinned if there is an accelerator."""
     buffer = torch.empty(sum(_sizes(tensors)), dtype=torch.uint8, pin_memory=torch.accelerator.is_available())
     for view, tensor in zip(_views(buffer, tensors), tensors, strict=True):
         view.copy_(tensor)
@@ -90,6 +90,6 @@ def _packed(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _views(buffer: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The parts of a buffer that are laid out as `tensors`."""
+    """Views of a buffer with the dtypes and shapes of `tensors`."""
     parts = zip(buffer.split(_sizes(tensors)), tensors, strict=True)
     return [part[: x.nbytes].view(x.dtype).view(x.shape) for part, x in parts]

@@ -1,1 +1,1 @@
-"""Memory: what a batch needs, which layers recompute, in which parts or slices it runs, what a failure changes."""
+"""Memory: what a batch needs, which layers recompute, and in which parts or slices it runs."""

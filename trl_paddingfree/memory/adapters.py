@@ -7,7 +7,7 @@ from peft.tuners.lora import LoraLayer
 
 
 class CastsUnlessAutocast:
-    """Stands in for PEFT's `cast_input_dtype_enabled`, asked in each call: true while autocast is off."""
+    """Replaces PEFT's `cast_input_dtype_enabled`, evaluated in each call: true while autocast is off."""
 
     def __init__(self, device_type: str):
         self.device_type = device_type
@@ -18,13 +18,13 @@ class CastsUnlessAutocast:
 
 def cast_inputs_once(model: torch.nn.Module, device_type: str) -> None:
     """
-    Have LoRA layers leave the casting of their inputs to autocast, wherever it is on.
+    Have LoRA layers leave the casting of their inputs to autocast while it is on.
 
-    PEFT casts the input of each layer to float32, the dtype of its adapters, and autocast casts that back: two passes
-    over memory each way, and a float32 copy kept. Without this, results are the same bit for bit if adapters are
-    float32 and nothing but a product follows. So the casts stay in variants of LoRA (DoRA), with dropout on CPUs (its
+    PEFT casts the input of each layer to float32, the dtype of its adapters, and autocast casts it back: two passes
+    over memory each way, and a float32 copy kept. Without these casts, results are bitwise equal if adapters are
+    float32 and only a matrix product follows. So the casts stay in variants of LoRA (DoRA), with dropout on CPUs (its
     scale is rounded to the dtype of the input), and where gradients of several adapters add up before one cast. On
-    GPUs, dropout scales in float32 whatever its input is, but may draw another mask for another dtype.
+    GPUs, dropout scales in float32 whatever the dtype of its input, but may draw another mask for another dtype.
     """
     switch: Any = CastsUnlessAutocast(device_type)
     for layer in model.modules():

@@ -8,20 +8,20 @@ import psutil
 import torch
 
 GIB = 2**30
-# The share that `"auto"` leaves to the device's context, to workspaces of kernels, and to fragmentation
+# The share that `"auto"` leaves for the device context, kernel workspaces and fragmentation
 MARGIN = 0.1
 
 
 def has_accelerator() -> bool:
-    """Whether there is a device to train on in TRL's default precision: that of Macs is left out."""
+    """Whether there is an accelerator that trains in TRL's default precision; MPS does not count."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator is not None and accelerator.type != "mps"
 
 
 def budget_bytes(option: float | str, device: torch.device) -> int:
     """
-    `memory_budget` in bytes: it is in GiB, or with `"auto"` what other processes leave of `device`, less a margin. The
-    free memory of a CPU is divided among the processes of this machine.
+    Convert `memory_budget` from GiB to bytes. `"auto"` is what other processes leave of `device`, less a margin, and on
+    a CPU divided among the processes of this machine.
 
     Raises:
         `ValueError`: If it is more than the device has or, for the CPU, the machine.
@@ -31,7 +31,7 @@ def budget_bytes(option: float | str, device: torch.device) -> int:
         free, total, sharing = memory.available, memory.total, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     else:
         (free, total), sharing = torch.accelerator.get_memory_info(device), 1
-    if option == "auto":  # what this process holds already, such as weights, counts against the budget
+    if option == "auto":  # the budget includes what this process already holds, such as weights
         own = psutil.Process().memory_info().rss if device.type == "cpu" else torch.accelerator.memory_reserved(device)
         return int((1 - MARGIN) * (free + own) / sharing)
     asked = float(option)
@@ -46,7 +46,7 @@ def budget_bytes(option: float | str, device: torch.device) -> int:
 
 class PeakMemory:
     """
-    The most memory in use so far: PyTorch's tensors on an accelerator, elsewhere the resident memory of this process.
+    Peak memory so far: of PyTorch's tensors on an accelerator, else the resident memory of this process.
 
     >>> memory = PeakMemory(torch.device("cpu"))
     >>> memory.name, memory.highest > 0
@@ -73,11 +73,11 @@ class PeakMemory:
 
     @property
     def held(self) -> int:
-        """Bytes that tensors hold now on an accelerator; 0 on the CPU, where nobody counts them."""
+        """Bytes that tensors hold now on an accelerator; 0 on the CPU, where they are not counted."""
         return torch.accelerator.memory_allocated(self.device) if self.can_reset else 0
 
     def begin(self) -> int:
-        """Reset the peak, and give the bytes that tensors hold now. The CPU does not: a process keeps its peak."""
+        """Reset the peak and return the bytes that tensors hold now; 0 on the CPU, whose peak cannot be reset."""
         if not self.can_reset:
             return 0
         held, self.before = self.held, self.highest

@@ -7,14 +7,14 @@ from transformers import PreTrainedModel
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
-    """Whether a recomputation gathers weights from other processes, so that all must recompute as many layers."""
+    """Whether recomputing gathers weights from other processes, so that all must recompute equally many layers."""
     plugin = accelerator.state.deepspeed_plugin
     is_zero3 = accelerator.distributed_type == DistributedType.DEEPSPEED and plugin.zero_stage == 3
     return is_zero3 or accelerator.distributed_type == DistributedType.FSDP
 
 
 def adds_up_shards(accelerator: Accelerator) -> bool:
-    """Whether each backward pass reduces and adds up shards of gradients: FSDP, except FSDP1 if it offloads them."""
+    """Whether each backward pass reduces and adds up gradient shards: FSDP, except FSDP1 with parameter offload."""
     if accelerator.distributed_type != DistributedType.FSDP:
         return False
     plugin = accelerator.state.fsdp_plugin

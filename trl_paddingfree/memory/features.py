@@ -1,4 +1,4 @@
-"""The features of a batch by which its memory is predicted: a few sizes that the host knows."""
+"""The features of a batch from which its memory is predicted: a few sizes that the host knows."""
 
 from collections.abc import Sequence
 
@@ -9,16 +9,16 @@ from ..flat.segments import Segments
 from ..model.masks import ATTENTION_BACKENDS
 from ..model.routes import Route
 
-# 1, tokens, keys of all segments, query-key pairs whose scores or masks attention keeps, numbers in the pixels of
-# images, scored tokens
+# 1; tokens; keys of all segments; query-key pairs whose scores or masks attention keeps; numbers in the pixels of
+# images; scored tokens
 FEATURES = ("constant", "tokens", "keys", "pairs", "pixels", "scored")
 CONSTANT, TOKENS, KEYS, PAIRS, PIXELS, SCORED = range(len(FEATURES))
 
 
 def memory_features(batch: FlatBatch, route: Route, scored: int | None = None) -> np.ndarray:
     """
-    `(len(FEATURES),)` int64: the features of a flat batch that `route` computes. `scored` is how many scored tokens
-    this process computes, by default all.
+    `(len(FEATURES),)` int64: the features of a flat batch computed by `route`. `scored` is the number of scored tokens
+    that this process computes, by default all.
 
     >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
     >>> features = memory_features(batch, Route("segment", "sdpa", True))
@@ -35,7 +35,7 @@ def memory_features(batch: FlatBatch, route: Route, scored: int | None = None) -
 
 
 def joined_features(one: np.ndarray, other: np.ndarray, route: Route) -> np.ndarray:
-    """The features of a batch with the rows of two others, which share nothing."""
+    """The features of a batch that joins the rows of two others, which share nothing."""
     both = one + other
     both[CONSTANT] = 1
     if route.backend not in ATTENTION_BACKENDS:
@@ -45,8 +45,8 @@ def joined_features(one: np.ndarray, other: np.ndarray, route: Route) -> np.ndar
 
 def slice_features(segments: Segments, cuts: Sequence[int], route: Route) -> np.ndarray:
     """
-    `(slices, len(FEATURES))` int64: the features of the decoder in each slice of a batch that is cut at these
-    positions, from 0 to the number of tokens.
+    `(slices, len(FEATURES))` int64: the features of the decoder in each slice of a batch between `cuts`, flat positions
+    that include 0 and `T`.
 
     >>> slices = slice_features(Segments((6, 3), (-1, 0), (0, 3)), (0, 4, 9), Route("flash", "flash_attention_2", True))
     >>> slices[:, :PAIRS].tolist()
@@ -58,7 +58,7 @@ def slice_features(segments: Segments, cuts: Sequence[int], route: Route) -> np.
     of_run = np.searchsorted(offsets, firsts, "right") - 1  # the segment of each run of a slice
     keys = np.array(segments.starts)[of_run] + firsts - offsets[of_run] + lengths
     pairs = lengths * keys
-    if route.previous == "sdpa":  # which has a mask for segments and slices that continue others, and keeps no scores
+    if route.previous == "sdpa":  # keeps no scores, and a mask only where a segment or slice continues others
         pairs *= keys > lengths
     slices = np.zeros((len(cuts) - 1, len(FEATURES)), np.int64)
     slices[:, CONSTANT] = 1

@@ -1,9 +1,9 @@
-"""Bytes that the layers of a model keep for the backward pass, if they recompute and if they do not.
+"""Bytes that the layers of a model keep for the backward pass, with recomputation and without.
 
-The bytes are counted, not derived: a few short flat batches go through the model as training would send them, and
-autograd tells what each layer saves, with its adapters, 4-bit weights, dtype, attention, experts and state. What is
-kept is a linear function of a few `features` of the batch. Attention and recurrences that pad short segments, and
-experts that get uneven shares of the tokens, keep more than that: one factor holds the most that they were seen to add.
+The bytes are counted, not derived: a few short flat batches go through the model as in training, and autograd shows
+what each layer saves, with its adapters, 4-bit weights, dtype, attention, experts and state. Kept bytes are modeled as
+a linear function of a few `features` of the batch. Attention and recurrences that pad short segments, and experts with
+uneven shares of the tokens, keep more than that: a single factor covers the largest excess seen.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,11 +28,11 @@ from ..model.state_layers import state_layers
 from .features import KEYS, PAIRS, SCORED, TOKENS, memory_features
 from .saved_bytes import SavedBytes
 
-# Lengths of the rows that are counted: multiples of the chunks in which recurrent layers work
+# Lengths of the rows that are counted: multiples of the chunk sizes of recurrent layers
 _SHORT, _MIDDLE, _LONG = 64, 128, 448
 # How TRL's trainers call the model
 _HEAD = {"fused_lm_head": True, "use_cache": False}
-# Bytes below this share of all are how kernels round sizes up
+# Below this share of all bytes, differences come from kernels that round sizes up
 _NEGLIGIBLE = 0.002
 
 
@@ -45,9 +45,9 @@ class KeptBytes:
     outside: np.ndarray  # (F,): what is kept outside of the layers
     largest: np.ndarray  # (F,): the largest tensor that a layer keeps
     windows: np.ndarray  # (W,): the windows of attention, int64
-    of_keys: np.ndarray  # (layers, W): the keys and values of one token that each layer reads in each of these
-    copied: np.ndarray  # (): per key, the copies that one layer works with and does not keep; 0 where it keeps them
-    factor: np.ndarray  # (): the most bytes counted over those that these arrays predict, at least 1
+    of_keys: np.ndarray  # (layers, W): bytes of one token's keys and values that each layer reads, by window
+    copied: np.ndarray  # (): per key, the copies that a layer works with but does not keep; 0 if it keeps them
+    factor: np.ndarray  # (): the largest ratio of counted to predicted bytes, at least 1
 
     def of(self, layers: Sequence[int]) -> "KeptBytes":
         """The bytes of some of the layers."""
@@ -56,7 +56,7 @@ class KeptBytes:
 
 
 def _batches(model: PreTrainedModel, route: Route) -> tuple[list[FlatBatch], list[FlatBatch]]:
-    """Flat batches that tell features apart and pad nothing, and others of short segments, which pad."""
+    """Flat batches that tell features apart without padding, and others with short segments, which pad."""
     rng, size = np.random.default_rng(0), model.config.get_text_config().vocab_size
 
     def tokens(*lengths: int) -> list[list[int]]:
@@ -69,12 +69,12 @@ def _batches(model: PreTrainedModel, route: Route) -> tuple[list[FlatBatch], lis
     odd = [tokens(*range(3, 25)), tokens(_SHORT // 2), tokens(_SHORT + 6), tokens(_LONG + 40)]
     odd.append(tokens(*range(50, 66, 5)))
     odd.append([start + row for start in tokens(*range(4, 30, 3)) for row in tokens(len(start), 5)])
-    # As much padding as attention allows: of rows, of the queries of branches, of their keys, and of branches of these
+    # As much padding as attention allows: of rows, of queries of branches, of their keys, and of branches of branches
     odd += [tokens(32, *[23] * 20), [prompt + row for row in tokens(16, 16, *[10] * 20)]]
     odd.append([prompt[: _SHORT - i] + row for i in range(0, 33, 2) for row in tokens(16, 16)])
     forks = zip(tokens(33, 45, *[34] * 20), (30, 19, *[10] * 20), tokens(3, *[8] * 21), strict=True)
     odd.append([prompt[:2] + row for first, at, second in forks for row in (first, first[:at] + second)])
-    if state_layers(model) and route.states != "tree":  # kernels that pad no rows
+    if state_layers(model) and route.states != "tree":  # their kernels pad no rows
         odd = []
     unscored = [IGNORE_INDEX] * _MIDDLE + long[_MIDDLE:]
     flat = [[FlatBatch.from_rows(rows, rows, prefix_sharing=route.prefix_sharing) for rows in of] for of in (even, odd)]
@@ -90,12 +90,12 @@ def count_kept_bytes(
     **arguments: Any,
 ) -> KeptBytes:
     """
-    Count the bytes that each layer of a model keeps, on which `route` is installed and whose head is TRL's fused one.
-    Leaves no gradient, and the model as it was.
+    Count the bytes that each layer of a model keeps. The model has `route` installed, and TRL's fused head. It is left
+    as it was, without gradients.
 
-    `call` is called in place of `model`: the same under a wrapper that gathers its weights. Batches are on `device`, or
-    where the first weights are. `with_images` are arguments of further calls, whose flat batches have images: with
-    them, the layers of the vision tower count. `arguments` are what else training gives the model.
+    `call` is called in place of `model`: the same model in a wrapper that gathers its weights. Batches are on `device`,
+    by default that of the first weights. `with_images` are arguments of further calls, whose flat batches have images:
+    with them, the layers of the vision tower count, too. `arguments` are what else training passes to the model.
     """
     layers = recomputable_layers(model, bool(with_images))
     device = device or next(model.parameters()).device
@@ -122,15 +122,15 @@ def count_kept_bytes(
     of_all = np.stack([outside, *inside])
     factor = (_moments(counted, number) / np.maximum(_moments(seen @ of_all.T, number), 1)).max()
     kept, recomputed = of_all[1 : number + 1], of_all[number + 1 : -1]
-    # The largest tensor is one of scores only in rows longer than these. Masks get no gradient, so nobody works on them
+    # Scores are the largest tensor only in rows longer than these. Masks get no gradient: no working memory
     largest = _nonnegative(fitted, fitted_counts[:, -1], PAIRS, SCORED)
     largest[PAIRS] = 0 if route.previous == "sdpa" else kept[:, PAIRS].max()
     windows = np.unique([NO_WINDOW, *(window for _, window, _ in noted)])
     numbers = {module: i for i, layer in enumerate(layers) for module in layer.modules()}
     of_keys = np.zeros((number, len(windows)))
-    for module, window, size in noted:  # attention outside of these layers counts in the last one
+    for module, window, size in noted:  # attention outside of these layers counts toward the last one
         of_keys[numbers.get(module, -1), np.searchsorted(windows, window)] += size / seen[:, TOKENS].sum()
-    # Of keys that layers keep once for all segments, next to nothing goes with the keys of each
+    # Where layers keep each key once for all segments, next to nothing grows with the keys of each
     copied = np.array(max((size for *_, size in noted), default=0) / seen[:, TOKENS].max())
     copied *= kept[:, KEYS].max() < copied / 2
     return KeptBytes(kept, recomputed, outside, largest, windows, of_keys, copied, np.maximum(factor, 1.0))
@@ -144,15 +144,15 @@ def _as_inputs(batch: FlatBatch) -> Inputs:
 
 
 def _moments(counts: np.ndarray, number: int) -> np.ndarray:
-    """`(2, N)`: what batches keep if none of so many layers recomputes, and when all do and the largest has."""
+    """`(2, N)`: bytes that batches keep if no layer recomputes, and if all do, once the largest has recomputed."""
     outside, kept, recomputed = counts[:, 0], counts[:, 1 : number + 1], counts[:, number + 1 : -1]
     return outside + [kept.sum(1), recomputed.sum(1) + kept.max(1)]
 
 
 def _per_feature(features: np.ndarray, counts: np.ndarray, *without: int) -> np.ndarray:
     """
-    `(F,)`: bytes per unit of each feature, 0 `without` some, from `features (N, F)` and the `counts (N,)` of bytes.
-    Pairs, whose error would grow with the square of lengths, have some only if that halves the error.
+    `(F,)`: bytes per unit of each feature, 0 for those in `without`, fitted to `features (N, F)` and `counts (N,)`.
+    Pairs, whose error would grow with the square of lengths, are used only if that halves the error.
     """
     plain, full = _nonnegative(features, counts, PAIRS, *without), _nonnegative(features, counts, *without)
     errors = [np.abs(features @ per_feature - counts).max() for per_feature in (plain, full)]
@@ -161,9 +161,9 @@ def _per_feature(features: np.ndarray, counts: np.ndarray, *without: int) -> np.
 
 def _nonnegative(features: np.ndarray, counts: np.ndarray, *without: int) -> np.ndarray:
     """
-    Least squares of relative errors. More of something never makes layers keep less, so negative solutions are left
-    out, the worst first. Features that never differ, such as keys and tokens where nothing is shared, get the solution
-    of least norm.
+    Nonnegative least squares of relative errors. More of a feature never makes layers keep less, so features with
+    negative coefficients are dropped, the worst first. Features that never differ, such as keys and tokens where
+    nothing is shared, get the minimum-norm solution.
     """
     weights = 1 / np.maximum(counts, counts.max() / 1000 + 1)
     scale = np.maximum(features.max(0), 1).astype(np.float64)
@@ -177,7 +177,7 @@ def _nonnegative(features: np.ndarray, counts: np.ndarray, *without: int) -> np.
 
 @contextmanager
 def _as_in_training(model: PreTrainedModel, layers: Sequence[GradientCheckpointingLayer]) -> Iterator[None]:
-    """Training mode with gradients, no layer recomputes. Afterwards all that this changes is as before."""
+    """Training mode with gradients and without recomputation. Restores everything on exit."""
     recomputing = [(x, "gradient_checkpointing", False) for layer in layers for x in checkpointing_layers(layer)]
     with (
         attributes_set([*((module, "training", True) for module in model.modules()), *recomputing]),

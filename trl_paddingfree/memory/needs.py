@@ -1,4 +1,4 @@
-"""The memory that training needs: weights, gradients, the optimizer, and what each micro-batch keeps and works with."""
+"""The memory that training needs: weights, gradients, optimizer state, and what micro-batches keep and work with."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,29 +19,29 @@ logger = logging.get_logger(__name__)
 
 # How many tensors TRL's activation offloading leaves on the device while they are copied to the host
 STASHED = 5
-# How many tensors of the size of its largest the backward pass of a layer has at a time: gradients of the inputs and
-# of the output of one product
+# How many tensors as large as its largest the backward pass of a layer holds at a time: gradients of the inputs and of
+# the output of one matrix product
 WORKING_TENSORS = 3
-# Where a layer keeps no copies of keys and values: it makes them again, and gets a gradient of each
+# If a layer keeps no copies of keys and values: the copies, made again, and a gradient of each
 COPIES_OF_KEYS = 2
-# Bytes per logit besides the logits: without Triton, TRL turns a tile of logits into its gradient with seven more
+# Bytes per logit besides the logits: without Triton, TRL computes the gradient of a tile of logits with seven more
 # tensors at a time, in float32 whatever the model's dtype, and a mask
 TORCH_TILE = 7 * 4 + 1
-# From so many entries on, every paged optimizer of bitsandbytes pages the state of a tensor
+# From this many elements on, every paged optimizer of bitsandbytes pages the state of a tensor
 _LARGE = 2**17
 
 
 @dataclass(frozen=True)
 class HeadBytes:
-    """Bytes of a head, which works on the hidden states of scored tokens for a time."""
+    """Bytes that a head takes for the hidden states of scored tokens."""
 
-    constant: int = 0  # whatever the batch
+    constant: int = 0  # independent of the batch
     scored: int = 0  # per scored token
-    tile: tuple[int, int] = (0, 0)  # per row of the logits, and the most rows at a time
-    kept: int = 0  # per scored token, what it keeps for the backward pass and TRL's fused head does not
+    tile: tuple[int, int] = (0, 0)  # per row of logits, and the most rows at a time
+    kept: int = 0  # per scored token, what it keeps for the backward pass beyond TRL's fused head
 
     def working(self, scored: int, at_once: int | None = None) -> int:
-        """Bytes that the head works with for a time, given so many scored tokens, with logits of so many at once."""
+        """Temporary bytes of the head for `scored` tokens, with logits of `at_once` of them at a time."""
         rows = min(scored, at_once or scored, self.tile[1])
         return self.constant + self.scored * scored + self.tile[0] * rows
 
@@ -49,11 +49,11 @@ class HeadBytes:
 @dataclass(frozen=True)
 class MemoryNeeds:
     """
-    How many bytes a micro-batch needs at its peak, by its `features`: all of this arithmetic is here.
+    Predicts how many bytes a micro-batch needs at its peak, from its `features`: all of this arithmetic is here.
 
-    The peak is one of two moments. At the first, the backward pass begins: every layer holds what it keeps, and the LM
-    head or the last layer works. At the second, the deepest checkpointed layer has been recomputed: it holds all that
-    it computed, and the layers before it their inputs; what the layers after it kept is free by then.
+    The peak comes at one of two moments. At the first, the backward pass begins: every layer holds what it keeps, and
+    the LM head or the last layer works. At the second, the deepest checkpointed layer has been recomputed: it holds all
+    that it computed, and the layers before it their inputs; what the layers after it kept is free by then.
 
     >>> import numpy as np
     >>> per_token = np.eye(6)[1]
@@ -69,18 +69,18 @@ class MemoryNeeds:
     (205, 45)
     """
 
-    fixed: int  # bytes that do not depend on the micro-batch: weights, gradients, state of the optimizer
+    fixed: int  # bytes that do not depend on the micro-batch: weights, gradients, optimizer state
     per_feature: KeptBytes  # per unit of each feature
     head: HeadBytes = HeadBytes()
-    correction: float = 1.0  # a factor for all but `fixed`: measured bytes over predicted ones
+    correction: float = 1.0  # a factor for all but `fixed`: the ratio of measured to predicted bytes
 
     def _working(self, features: np.ndarray) -> Any:
-        """What a layer works with in the backward pass of batches, or copies of keys and their gradients if more."""
+        """Working bytes of a layer in the backward pass, or of copied keys and their gradients if those are more."""
         of_keys = COPIES_OF_KEYS * self.per_feature.copied * features[..., KEYS]
         return np.maximum(WORKING_TENSORS * (features @ self.per_feature.largest), of_keys)
 
     def _of_batch(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray, float, float]:
-        """What each layer keeps, without and with recomputation, what is kept outside, and what a layer works with."""
+        """Bytes kept by each layer, without and with recomputation; bytes kept outside; working bytes of a layer."""
         kept, recomputed = self.per_feature.kept @ features, self.per_feature.recomputed @ features
         outside = self.per_feature.outside @ features + self.head.kept * features[SCORED]
         return kept, recomputed, outside, self._working(features)
@@ -102,7 +102,7 @@ class MemoryNeeds:
         self, slices: np.ndarray, kept_keys: tuple[np.ndarray, np.ndarray], whole: np.ndarray, scored: int | None = None
     ) -> np.ndarray:
         """
-        `(slices,)` int64. Entry `n - 1`: bytes at the peak of a batch in slices of which the last `n` keep their
+        `(slices,)` int64. Entry `n - 1`: bytes at the peak of a batch in slices, if the last `n` slices keep their
         activations.
 
         Args:
@@ -114,30 +114,30 @@ class MemoryNeeds:
                 The most scored tokens that the head gets at a time, by default all.
         """
         layers, working = self.per_feature.kept.sum(0), self._working(slices)
-        # The last slice is there as the backward pass of the head begins
+        # The last slice is still there when the backward pass of the head begins
         working[-1] = max(working[-1], self.head.working(whole[SCORED], scored))
         _, _, outside, _ = self._of_batch(whole)
-        tower = layers[PIXELS] * whole[PIXELS]  # it comes before all slices
+        tower = layers[PIXELS] * whole[PIXELS]  # it runs before all slices
         of_keys, (num_kept, before) = self.per_feature.of_keys.sum(0), kept_keys
         stays = 2 * (of_keys @ num_kept + outside)  # with their gradients
-        # Where layers keep keys as they are given, these are joined with those of earlier slices
+        # Layers that keep keys as they are given keep them joined with those of earlier slices
         kept = slices @ layers + of_keys @ before * bool(self.per_feature.copied)
         together = np.cumsum(kept[::-1]) + np.maximum.accumulate(working[::-1])
         needed = np.maximum((kept + working).max(), together) + stays + tower
         return self.fixed + np.rint(self.correction * needed).astype(np.int64)
 
     def offloaded(self, features: np.ndarray) -> tuple[int, int]:
-        """Bytes at the peak, and bytes on the host, if every layer recomputes and its input waits on the host."""
+        """Bytes at the peak, and bytes on the host, if every layer recomputes and its input is offloaded."""
         kept, recomputed, outside, working = self._of_batch(features)
         working = max(self.head.working(features[SCORED]), kept.max() + working)
         on_device = outside + STASHED * recomputed.max() + working
-        host = recomputed.sum() + outside  # moved too, but used right after the last layer
+        host = recomputed.sum() + outside  # offloaded, too, but used right after the last layer
         return self.fixed + round(self.correction * on_device), round(self.correction * host)
 
     def fewest_recomputed(self, features: np.ndarray, budget: int) -> tuple[int, int]:
         """
-        The fewest layers that must recompute for a micro-batch to fit, or if it never does, those with which it needs
-        least; and the bytes at its peak then.
+        The fewest layers that must recompute for a micro-batch to fit or, if it never does, the number with which it
+        needs least; and the bytes at its peak then.
         """
         peaks = self.peaks(features)
         number = int((peaks <= budget).argmax() if peaks.min() <= budget else peaks.argmin())
@@ -145,7 +145,7 @@ class MemoryNeeds:
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of distinct storages on this device: of a sharded tensor its own part."""
+    """Bytes of distinct storages: of a sharded tensor, the local shard."""
     storages: dict[int, int] = {}
     for tensor in tensors:
         own = local_part(tensor)
@@ -164,7 +164,7 @@ def weights(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def optimizer_bytes(optimizer: type, options: dict[str, Any], parameters: Sequence[torch.Tensor]) -> int:
-    """Bytes of the state that an optimizer of a class will have for `parameters`, scaled up from that of a sample."""
+    """Bytes of the state that an optimizer will have for `parameters`, scaled up from that of a small sample."""
     total = 0.0
     for dtype, is_large in {(parameter.dtype, parameter.numel() >= _LARGE) for parameter in parameters}:
         alike = [p for p in parameters if (p.dtype, p.numel() >= _LARGE) == (dtype, is_large)]
@@ -177,7 +177,7 @@ def optimizer_bytes(optimizer: type, options: dict[str, Any], parameters: Sequen
             state = [x for x in made.state[sample].values() if isinstance(x, torch.Tensor)]
             # Paged state moves to the host when anything else needs memory
             per_byte = tensor_bytes(x for x in state if not vars(x).get("is_paged")) / tensor_bytes([sample])
-        except Exception as error:  # one that needs the whole model: taken for Adam, whose state is the largest
+        except Exception as error:  # it may need the whole model: assume Adam, whose state is the largest
             logger.warning(f"{optimizer.__name__} says nothing of its state, which is taken for Adam's: {error}")
             per_byte = 2.0
         total += per_byte * tensor_bytes(alike)
@@ -186,14 +186,14 @@ def optimizer_bytes(optimizer: type, options: dict[str, Any], parameters: Sequen
 
 def fused_head(model: PreTrainedModel, *others: PreTrainedModel) -> HeadBytes:
     """
-    Bytes of TRL's head on the first of models, which is trained. The fused LM head works in tiles, and adds gradients
-    up in float32; a pooled head, with one value per row, needs nothing to speak of.
+    Bytes of TRL's head on the trained `model`. The fused LM head works in tiles, and adds gradients up in float32; a
+    pooled head, with one value per row, needs next to nothing.
     """
     if is_pooled(model):
         return HeadBytes()
     head, config = model.get_output_embeddings().weight, model.config.get_text_config()
     rows, columns = upstream.lm_head_tile()
-    # TRL computes in the dtype of autocast, which is not wider than this
+    # TRL computes in the autocast dtype, which is no wider than this
     per_row = columns * model.dtype.itemsize
     if not upstream.has_head_kernel(head.device):
         per_row += TORCH_TILE * min(columns, config.vocab_size)
@@ -204,8 +204,8 @@ def fixed_bytes(
     models: Sequence[torch.nn.Module], optimizer: tuple[type, dict[str, Any]], held: int = 0, shards: int = 1
 ) -> int:
     """
-    Bytes of the weights of all models, or those `held` before training if other tensors make that more; of gradients,
-    and of optimizer state, for what is trained of the first model. Each process has one of `shards` parts of the state.
+    Bytes of the weights of all models, or those `held` before training if other tensors make that more, plus gradients
+    and optimizer state of the trained weights of the first model. The state is sharded over `shards` processes.
     """
     trained = [parameter for parameter in models[0].parameters() if parameter.requires_grad]
     loaded = tensor_bytes(tensor for model in models for tensor in weights(model))

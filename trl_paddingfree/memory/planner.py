@@ -24,13 +24,13 @@ from .engine import is_sharded
 from .features import TOKENS, joined_features, memory_features, slice_features
 from .needs import MemoryNeeds
 
-# The least tokens of a slice under `memory_budget`: shorter ones keep no device busy
+# The fewest tokens of a slice under `memory_budget`: shorter ones keep no device busy
 LEAST_SLICE = 128
-# How many first micro-batches correct the prediction by their peaks
+# How many of the first micro-batches correct the prediction by their peaks
 CORRECTED = 8
 # The file of each process in a checkpoint: each measures its own peaks
 STATE = "memory_budget_{rank}.json"
-# What is saved of a planner, besides what corrects its needs
+# Attributes of a planner that are saved, besides what corrects its needs
 _SAVED = ("limit", "budget", "has_shrunk", "observed", "most_measured")
 
 
@@ -44,11 +44,11 @@ class Pass:
 
 class MemoryPlanner:
     """
-    Schedules each pass of a run under a `limit` of tokens, a `budget` in bytes, or both, and keeps account of them.
+    Schedules each pass of a run under a `limit` of tokens, a `budget` in bytes, or both, and records what they took.
 
-    Schedules follow from sizes that the host knows, and from what checkpoints save, never from memory that happens to
-    be free: a resumed run gets the same ones. `needs` are those of micro-batches under `memory_budget`, the `option`;
-    without it, they are `None`, and the budget and all peaks are 0.
+    Schedules depend on sizes that the host knows and on what checkpoints save, never on memory that happens to be free:
+    a resumed run gets the same ones. `needs` are those of micro-batches under `memory_budget`, the `option`; without
+    it, they are `None`, and the budget and all peaks are 0.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class MemoryPlanner:
     ):
         self.flat_model, self.accelerator, self.device_memory = flat_model, accelerator, device_memory
         self.limit, self.option, self.budget, self.needs = limit, option, budget, needs
-        self.is_reentrant = is_reentrant  # whether layers recompute as reentrant checkpoints do
+        self.is_reentrant = is_reentrant  # whether layers use reentrant checkpoints
         self.asked = [option, limit]  # a failed allocation may lower the limit
         self.has_shrunk = False  # whether a failed allocation has lowered the limit
         self.is_sharded = is_sharded(accelerator)
         self.why_whole = why_not_in_slices(flat_model.model, flat_model.route, flat_model.group)
-        self.current: Pass | None = None  # the pass under way that trains, once it is scheduled
-        # Of each pass since the last log: its slices, the layers that it recomputes, and its predicted peak
+        self.current: Pass | None = None  # the training pass under way, once it is scheduled
+        # For each pass since the last log: its slices, the layers that it recomputes, and its predicted peak
         self.new: list[tuple[int, float, int]] = []
         # Measured peaks: how many, and the largest ratio of a measured to a predicted one
         self.observed, self.most_measured = 0, 0.0
@@ -79,7 +79,7 @@ class MemoryPlanner:
     # --- schedules --------------------------------------------------------------------------------------------------
 
     def scheduled(self, batch: FlatBatch, trains: bool) -> FlatBatch:
-        """A batch, and its companion, with the schedules of their passes. One that `trains` has to fit, and begins."""
+        """A batch, and its companion, with their schedules. If it `trains`, it must fit, and its pass begins."""
         batch = replace(batch, schedule=self.schedule(batch))
         if batch.companion is not None:
             batch = replace(batch, companion=self.scheduled(batch.companion, trains=False))
@@ -92,13 +92,13 @@ class MemoryPlanner:
         return batch
 
     def schedule(self, batch: FlatBatch) -> Schedule:
-        """How to compute a batch, with gradients or without. Where processes gather weights together, they agree."""
+        """How to compute a batch, with gradients or without. Processes that gather weights together agree on it."""
         own = self.own_schedule(batch)
         return self._agreed(batch, own) if self.is_sharded else own
 
     def own_schedule(self, batch: FlatBatch) -> Schedule:
-        """The schedule by this process alone: whole, with as few layers recomputed as fit, or else in slices."""
-        # Kept with the layout, from whose lengths it follows
+        """The schedule of this process alone: whole, with as few recomputed layers as fit, or else in slices."""
+        # Cached in the layout, from whose lengths it follows
         return batch.layout.derived(("schedule", self.budget, self.limit), partial(self._scheduled, batch))
 
     def _scheduled(self, batch: FlatBatch) -> Schedule:
@@ -123,7 +123,7 @@ class MemoryPlanner:
                 best, low = larger, middle
             else:
                 high = middle
-        # Processes that gather weights together must recompute together; after a failed allocation, nothing is to spare
+        # Processes that gather weights together must recompute together; a failed allocation leaves nothing to spare
         return best if self.is_sharded or self.has_shrunk else self._in_slices(batch, best.cuts, keeps=True)
 
     def _agreed(self, batch: FlatBatch, own: Schedule) -> Schedule:
@@ -138,7 +138,7 @@ class MemoryPlanner:
         return Schedule(recompute=layers, peak=int(self.needs.peaks(self.features(batch))[layers]))
 
     def _holds(self, tokens: int, peak: int) -> bool:
-        """Whether so many tokens, with such a peak, are within the limit and the budget."""
+        """Whether `tokens` and `peak` are within the limit and the budget."""
         return (self.limit is None or tokens <= self.limit) and peak <= self.budget
 
     def _cut(self, batch: FlatBatch, size: int) -> Schedule:
@@ -147,10 +147,10 @@ class MemoryPlanner:
 
     def _in_slices(self, batch: FlatBatch, cuts: tuple[int, ...], keeps: bool = False) -> Schedule:
         """
-        The schedule of slices, of which as many as fit keep their activations if it `keeps` more than the last. No
-        layer recomputes by itself then, neither within them nor in the vision tower.
+        The schedule for slices. Only the last keeps its activations or, with `keeps`, as many of the last ones as fit.
+        No layer recomputes by itself, neither within slices nor in the vision tower.
         """
-        # Not in chunks if weights are sharded: each call of the head gathers its own
+        # Not in chunks if weights are sharded: each call of the head gathers its weights
         chunk = None if self.is_sharded else int(np.diff(cuts).max())
         if self.needs is None:
             return Schedule(cuts, head_chunk=chunk)
@@ -161,7 +161,7 @@ class MemoryPlanner:
         return Schedule(cuts, 0, chunk, int(peaks[kept - 1]), kept)
 
     def features(self, batch: FlatBatch) -> np.ndarray:
-        """The features of a batch by which its memory is predicted."""
+        """The features of a batch from which its memory is predicted."""
         group = self.flat_model.group
         # In a group, those of the process with the most scored tokens: all processes must decide alike
         scored = None if group is None else max(scored_sizes(batch, group.size))
@@ -169,8 +169,8 @@ class MemoryPlanner:
 
     def parts(self, examples: Sequence[np.ndarray]) -> list[list[int]]:
         """
-        The examples of each part of a micro-batch whose losses add up, by the features of each: as few parts as
-        first-fit finds. One that does not fit by itself has a part of its own, which is computed in slices.
+        Divide a micro-batch whose losses add up into parts, as few as first-fit finds, by the features of each example.
+        Returns the examples of each part. One that does not fit by itself gets its own part, computed in slices.
         """
         parts: list[list[int]] = []
         sums: list[np.ndarray] = []
@@ -207,7 +207,7 @@ class MemoryPlanner:
         return min(peaks)
 
     def too_small_for(self, batch: FlatBatch, name: str = "a micro-batch", lower: str = "`max_length`") -> ValueError:
-        """The error of a batch that does not fit; `lower` names what makes it smaller."""
+        """The error for a batch that does not fit; `lower` names the option to lower."""
         assert self.needs is not None
         least = math.ceil(self.least_bytes(batch) / GIB * 1000) / 1000
         how = f"with all activations recomputed, as {self.why_whole}" if self.why_whole else "in slices"
@@ -218,7 +218,7 @@ class MemoryPlanner:
         )
 
     def refuse_oversized(self, tokens: int, name: str = "a micro-batch") -> None:
-        """Refuse more tokens than the limit, of a model that cannot compute slices, as `why_whole` says."""
+        """Refuse more tokens than the limit on a model that cannot compute slices (`why_whole` gives the reason)."""
         if not self._holds(tokens, 0):
             raise ValueError(
                 f"`max_tokens_per_micro_batch={self.limit}` is less than {name} needs ({tokens} tokens), and it cannot "
@@ -230,24 +230,24 @@ class MemoryPlanner:
 
     @property
     def corrects(self) -> bool:
-        """Whether peaks that are measured correct the prediction, as those of the first micro-batches do."""
+        """Whether measured peaks still correct the prediction: only those of the first micro-batches do."""
         return self.needs is not None and self.device_memory.can_reset and self.observed < CORRECTED
 
     def finish(self, has_stepped: bool) -> None:
-        """A pass ended well; `has_stepped` says whether the optimizer has its state by now."""
-        if (current := self.current) is None:  # nothing that trains was computed
+        """Record a completed pass. `has_stepped` says whether the optimizer has its state by now."""
+        if (current := self.current) is None:  # no training pass was computed
             return
         tokens, schedule = current.batch.counts.computed, current.batch.schedule
-        # The tokens of the slices that are computed once more
+        # The share of tokens whose slices are computed once more
         again = schedule.cuts[-1 - schedule.kept_slices] / tokens if schedule.cuts else 0.0
         recomputed = (schedule.recompute or 0) + again * len(self.flat_model.recomputable)
         self.new.append((schedule.num_slices, recomputed, schedule.peak))
-        # Without gradients and moments, the peak would look as if activations needed next to nothing
+        # Before gradients and moments exist, the peak would look as if activations needed next to nothing
         if has_stepped and self.corrects:
             self._correct(current)
 
     def _correct(self, current: Pass) -> None:
-        """Correct the prediction by the peak of a pass; downwards only once `CORRECTED` peaks are known."""
+        """Correct the prediction by the peak of a pass; downward only once `CORRECTED` peaks are known."""
         needs, group = self.needs, self.flat_model.group
         assert needs is not None
         self.observed += 1
@@ -262,7 +262,7 @@ class MemoryPlanner:
             self.needs = replace(needs, correction=max(self.most_measured, 0.1))
 
     def figures(self) -> dict[str, float]:
-        """Figures since the last call: over all processes the mean of slices and layers, and the highest prediction."""
+        """Figures since the last call, over all processes: mean slices and layers, highest prediction, least budget."""
         slices_of, layers_of, peaks = zip((0, 0.0, 0), *self.new, strict=True)
         counts = [len(self.new), sum(slices_of), sum(layers_of)]
         gathered = of_all_processes([*counts, max(peaks) / GIB, self.budget / GIB], self.accelerator)
@@ -287,7 +287,7 @@ class MemoryPlanner:
         (Path(folder) / STATE.format(rank=rank)).write_text(json.dumps(state) + "\n")
 
     def restore(self, folder: str, rank: int) -> None:
-        """Restore what was saved, unless other budgets are asked for now, or the process is new or in a group."""
+        """Restore what was saved, unless the budgets asked for have changed, or the process is new or in a group."""
         path = Path(folder) / STATE.format(rank=rank)
         if self.flat_model.group is not None or not path.exists():
             return

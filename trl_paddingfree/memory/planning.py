@@ -1,4 +1,4 @@
-"""Makes the planner of a run: activations are counted, and weights, gradients and optimizer state added up."""
+"""Makes the planner of a run: counts activations, and adds up weights, gradients and optimizer state."""
 
 import gc
 import inspect
@@ -35,13 +35,14 @@ def make_planner(
     arguments: Inputs,
 ) -> MemoryPlanner:
     """
-    The planner of a run for `flat_model`, which is trained, with `option` as `memory_budget`, and a `limit` of tokens.
-    All models must have their weights. Sets the layers of the model that may recompute; a model without any is refused.
+    The planner of a run that trains `flat_model`, with `option` as `memory_budget` and a `limit` of tokens. All models
+    must have their weights. With a budget, sets the layers of the model that may recompute, and refuses a model without
+    any.
 
-    `is_reentrant` says whether they recompute as reentrant checkpoints do. `models` are all that hold weights, the
-    trained one first, which an engine has `wrapped`. `optimizer` is the one that trains or, before there is one, its
-    class and the arguments of that. `head` is the head that the loss uses, `images` are arguments of calls with
-    different numbers of images, and `arguments` what training gives the model in addition to a batch.
+    `is_reentrant` says whether layers use reentrant checkpoints. `models` are all that hold weights, the trained one
+    first; `wrapped` is that one in the wrapper of its engine. `optimizer` is the optimizer or, before there is one, its
+    class and arguments. `head` is the head that the loss uses, `images` are arguments of calls with different numbers
+    of images, and `arguments` what training passes to the model besides a batch.
     """
     options: Inputs = {"limit": limit, "option": option, "is_reentrant": is_reentrant}
     if option is None:
@@ -59,29 +60,29 @@ def make_planner(
             f"`memory_budget={option}`: {type(base).__name__} has no layers that can recompute their "
             "activations. Leave `memory_budget` out and set `max_tokens_per_micro_batch`."
         )
-    # Wrappers that gather weights have to be called; that of DDP waits for a backward pass
+    # Wrappers that gather weights have to be called; DDP's would wait for a backward pass
     call = wrapped if is_sharded(accelerator) else None
     kept = count_kept_bytes(base, flat_model.route, call, accelerator.device, images, **arguments)
-    if images:  # a tower that nothing trains keeps nothing
+    if images:  # a frozen tower keeps nothing
         training = np.flatnonzero(kept.kept.sum(1)).tolist()
         layers, kept = [layers[i] for i in training], kept.of(training)
-    gc.collect()  # what the start-up check has left
+    gc.collect()  # leftovers of the start-up check
     held = device_memory.held
     if isinstance(optimizer, tuple):
         made_by = optimizer
     else:
         inner: Any = optimizer
-        while "optimizer" in vars(inner):  # without the wrappers of accelerate and of DeepSpeed
+        while "optimizer" in vars(inner):  # unwraps those of accelerate and DeepSpeed
             inner = inner.optimizer
         states = [x for state in inner.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
         held -= tensor_bytes(x for x in states if x.device.type == accelerator.device.type)
-        # Defaults also hold what the class does not accept: AdamW's have what tells it from Adam
+        # Defaults may hold what the class does not accept, such as AdamW's `decoupled_weight_decay`
         accepted = inspect.signature(type(inner)).parameters
         made_by = type(inner), {name: x for name, x in inner.defaults.items() if name in accepted}
     plugin = accelerator.state.deepspeed_plugin
     shards = accelerator.num_processes if plugin is not None and plugin.zero_stage in (1, 2) else 1
     fixed, budget = fixed_bytes(models, made_by, held, shards), budget_bytes(option, accelerator.device)
-    if (group := flat_model.group) is not None:  # all plan for the most that any needs, and the least that any has
+    if (group := flat_model.group) is not None:  # all plan for the largest needs and the smallest budget of any
         kept = KeptBytes(*map(group.largest, vars(kept).values()))
         fixed, budget = (abs(x) for x in group.largest([fixed, -budget]).tolist())
     flat_model.recomputable = layers

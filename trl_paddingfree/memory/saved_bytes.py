@@ -1,4 +1,4 @@
-"""Bytes that autograd keeps of a forward pass, layer by layer: counted, as each tensor is saved."""
+"""Counts the bytes that autograd keeps of a forward pass, layer by layer, as each tensor is saved."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from ..model.restored import local_part
 
 
 class _Saved:
-    """What autograd gets to save in place of a tensor: its storage. A tensor would keep its graph alive forever."""
+    """What autograd saves in place of a tensor: its storage. The tensor would keep its graph alive forever."""
 
     def __init__(self, tensor: torch.Tensor):
         self.storage = local_part(tensor).untyped_storage()
@@ -23,9 +23,9 @@ class _Saved:
 
 class SavedBytes:
     """
-    Bytes that autograd still holds after a forward pass within [`SavedBytes.counting`], which no backward pass follows:
-    of distinct storages, without parameters. A storage that several layers save, or get as another argument than hidden
-    states (masks, rotary embeddings), counts as outside of the layers: it stays, whichever of them recompute.
+    Bytes that autograd still holds after a forward pass within [`SavedBytes.counting`], without a backward pass: of
+    distinct storages, except parameters and buffers. A storage that several layers save, or get as an argument other
+    than hidden states (masks, rotary embeddings), counts as outside of the layers: it stays, whichever recompute.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[torch.nn.Module]):
@@ -33,12 +33,12 @@ class SavedBytes:
         self.weights = {_Saved(tensor).pointer for tensor in (*model.parameters(), *model.buffers())}
         self.gathered: set[int] = set()  # weights of the layer that is being computed, if they are sharded
         self.current = -1  # the layer that is being computed; -1: none
-        self.saved: WeakKeyDictionary[_Saved, int] = WeakKeyDictionary()  # the layer, as long as autograd holds it
+        self.saved: WeakKeyDictionary[_Saved, int] = WeakKeyDictionary()  # the layer of what autograd still holds
         self.arguments: list[_Saved] = []  # other arguments of layers, which stay as long as any layer may recompute
         self.inputs = [0] * len(layers)  # bytes of the hidden states that each layer gets
 
     def sizes(self, layer: int) -> list[int]:
-        """Bytes of each tensor that a layer keeps; -1: outside of the layers."""
+        """Bytes of each storage that a layer keeps; -1: outside of the layers."""
         owners, sizes = defaultdict[int, set[int]](set), dict[int, int]()
         for saved, owner in self.saved.items():
             owners[saved.pointer].add(owner)
@@ -51,7 +51,7 @@ class SavedBytes:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Within this context, what is saved is counted."""
+        """Within this context, count what autograd saves."""
         with ExitStack() as stack:
             for i, layer in enumerate(self.layers):
                 stack.enter_context(layer.register_forward_pre_hook(partial(self._enter, i), with_kwargs=True))
