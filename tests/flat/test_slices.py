@@ -122,6 +122,7 @@ def test_blocks_of_an_image_are_never_cut(seed, size):
     blocks = np.repeat([i if rng.random() < 0.6 else -1 for i in range(6)], lengths)
     segments = Segments.from_lengths([sum(lengths)])
     inside = np.flatnonzero((blocks[1:] == blocks[:-1]) & (blocks[1:] >= 0)) + 1
+    assert np.diff(cut_by_size(segments, size, blocks)).max() <= max(size, 3, *lengths) + 1  # no token stands alone
     for cuts in (cut_by_size(segments, size, blocks), cut_by_number(segments.num_tokens, size, blocks)):
         assert (cuts[0], cuts[-1]) == (0, segments.num_tokens)
         assert not set(cuts) & set(inside.tolist())

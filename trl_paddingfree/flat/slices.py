@@ -187,8 +187,8 @@ def kept_keys(segments: Segments, cuts: Sequence[int], windows: np.ndarray) -> t
 
 def cut_by_size(segments: Segments, size: int, blocks: np.ndarray | None = None) -> tuple[int, ...]:
     """
-    Where to cut so that slices have at most `size` tokens (more to keep an image block whole), and the last, which is
-    not recomputed, about as many. Cuts lie at the end of a segment if one is near, and never within an image block. No
+    Where to cut so that slices have at most `size` tokens (more if an image block has more), and the last, which is not
+    recomputed, about as many. Cuts lie at the end of a segment if one is near, and never within an image block. No
     slice of text has a single token: models without attention take that for a decoding step, and drop its mask.
 
     >>> cut_by_size(Segments.from_lengths([50, 53, 7]), 40)
@@ -198,7 +198,9 @@ def cut_by_size(segments: Segments, size: int, blocks: np.ndarray | None = None)
     while cuts[0] > max(size, 3):
         cut = max(cuts[0] - size, 2)
         near = ends[(cut < ends) & (ends <= min(cuts[0] - size + size // _NEAR, cuts[0] - 2))]
-        cuts.insert(0, _before_block(int(near[0]) if len(near) else cut, blocks))
+        cut = int(near[0]) if len(near) else cut
+        after = _out_of_block(cut, blocks, 1)
+        cuts.insert(0, after if after < cuts[0] - 1 else _out_of_block(cut, blocks, -1))
     return (0, *cuts) if cuts[0] else tuple(cuts)
 
 
@@ -211,7 +213,7 @@ def cut_by_number(total: int, number: int, blocks: np.ndarray | None = None) -> 
     """
     step = 1 if total >= 2 * number else 2
     cuts = [step * (i * (total // step) // number) for i in range(number)]
-    return tuple(_before_block(cut, blocks) for cut in (*cuts, total))
+    return tuple(_out_of_block(cut, blocks, -1) for cut in (*cuts, total))
 
 
 def sizes_to_try(segments: Segments, largest: int, least: int) -> list[int]:
@@ -228,8 +230,8 @@ def sizes_to_try(segments: Segments, largest: int, least: int) -> list[int]:
     return sorted({size for size in sizes if least < size <= largest} | {least}, reverse=True)
 
 
-def _before_block(cut: int, blocks: np.ndarray | None) -> int:
-    """Move a cut within an image block to its first token: tokens of a block see those that follow."""
+def _out_of_block(cut: int, blocks: np.ndarray | None, step: int) -> int:
+    """Move a cut within an image block to its begin or end, by the sign of `step`: its tokens see those that follow."""
     while blocks is not None and 0 < cut < len(blocks) and blocks[cut] >= 0 and blocks[cut] == blocks[cut - 1]:
-        cut -= 1
+        cut += step
     return cut
