@@ -9,9 +9,8 @@ from trl.trainer.utils import add_fused_lm_head
 
 from scripts.model_table import markdown
 from tests.helpers.vision import ARCHITECTURES, make_vision, vision_pairs
-from trl_paddingfree.images.check import ImagesAlone, check_images
+from trl_paddingfree.images.check import ImageProbe, ImagesAlone, check_images
 from trl_paddingfree.images.collate import VisionPreferenceCollator
-from trl_paddingfree.images.examples import ImageProbe
 from trl_paddingfree.images.model import vision_rules, why_no_images
 from trl_paddingfree.model.routes import Route
 

@@ -9,9 +9,8 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.vision import make_vision, needs_torchvision, vision_completions, vision_pairs
 from trl_paddingfree.check.prove import UnprovenModelError
-from trl_paddingfree.images.check import ImagesAlone, check_images, prove_images
+from trl_paddingfree.images.check import ImageProbe, ImagesAlone, check_images, prove_images
 from trl_paddingfree.images.collate import VisionLanguageModelingCollator, VisionPreferenceCollator
-from trl_paddingfree.images.examples import ImageProbe
 from trl_paddingfree.images.model import vision_rules
 from trl_paddingfree.images.rows import FlatImages, RowImages
 from trl_paddingfree.model.routes import Route

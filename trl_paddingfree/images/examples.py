@@ -1,9 +1,7 @@
-"""The images of examples: where to find them, and which examples to try a model on."""
+"""The images of examples, and where to find them."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,15 +11,6 @@ from trl.data_utils import prepare_multimodal_messages
 
 from ..data.lengths import AnyDataset, Example, has_known_lengths, tables_of
 from ..data.validate import column_names
-from ..flat.batch import IGNORE_INDEX, Inputs
-
-if TYPE_CHECKING:
-    from .collate import FlatVisionCollator
-
-# How many examples are searched for images
-_EXAMPLES_SEARCHED = 256
-# The kind of an [`ImageProbe`] for prompts without images, to which tools or environments may add some
-MADE_UP = "made-up"
 
 
 def has_images(dataset: AnyDataset) -> bool:
@@ -104,72 +93,3 @@ def inverted(image: Any) -> Any:
     if isinstance(image, np.ndarray | torch.Tensor):
         return image.max() - image + image.min()  # this order stays within the range of the dtype
     return ImageChops.invert(load_image(image) if isinstance(image, str) else image.convert("RGB"))
-
-
-class ImageProbe:
-    """
-    The user's own first examples to try a model on, in batches of the trainer's collator: two with different images,
-    the same two with their images inverted, and one without images, as far as the data has them.
-    """
-
-    def __init__(self, collator: "FlatVisionCollator", examples: Iterable[Example], kind: str = "the data's"):
-        self.collator, self.kind = collator, kind
-        self.examples: dict[str, Example] = {}
-        first: list[Any] = []  # the images of the first example that has any
-        for example in islice(examples, _EXAMPLES_SEARCHED):
-            if not (images := images_of(example)):
-                name = "text"
-            elif not first:
-                name, first = "first", images
-            elif list(map(np.shape, images)) != list(map(np.shape, first)):
-                name = "second"
-            elif not all(map(np.array_equal, images, first)):
-                name = "of equal size"
-            else:
-                continue
-            self.examples.setdefault(name, example)
-            if self.examples.keys() >= {"text", "second"}:
-                break
-        if "of equal size" in self.examples:  # if none of another size was found
-            self.examples.setdefault("second", self.examples["of equal size"])
-        for name in {"first", "second"} & self.examples.keys():
-            self.examples[f"{name}, inverted"] = with_each(self.examples[name], inverted)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the examples to try together; empty if no example with images was found."""
-        wanted = ("first", "first, inverted", "second", "text")
-        return tuple(name for name in wanted if name in self.examples) if "first" in self.examples else ()
-
-    def variants(self) -> list[tuple[Sequence[Any], list[int]]]:
-        """Variants of the examples with other images in some, and the indices of those whose images stay."""
-        one, other = self.names[:2]
-        found: list[tuple[Sequence[Any], list[int]]] = []
-        for changed in ({one: other, other: one}, {"second": "second, inverted"}):
-            names = [changed.get(name, name) for name in self.names]
-            staying = [i for i, name in enumerate(self.names) if name not in changed]
-            if 0 < len(staying) < len(names):
-                found.append((names, staying))
-        return found
-
-    def to_count(self, prefix_sharing: bool) -> list[Inputs]:
-        """Flat batches from which memory is counted: of each example with different images alone, and of both."""
-        seen = [name for name in ("first", "second") if name in self.examples]
-        return [self.flat(names, prefix_sharing) for names in dict.fromkeys([*((name,) for name in seen), (*seen,)])]
-
-    def padded(self, names: Sequence[str]) -> Inputs:
-        """TRL's batch of some examples, with all tokens scored."""
-        return _scoring_all(self.collator.padded([self.examples[name] for name in names]))
-
-    def flat(self, names: Sequence[str], prefix_sharing: bool) -> Inputs:
-        """The flat batch of some examples, with all tokens scored."""
-        examples = [self.examples[name] for name in names]
-        collator = replace(self.collator, prefix_sharing=prefix_sharing)
-        return collator.collated_rows(_scoring_all(collator.rows(examples)), examples).with_flat()
-
-
-def _scoring_all(rows: Inputs) -> Inputs:
-    labels = rows["input_ids"].masked_fill(rows["attention_mask"] == 0, IGNORE_INDEX)
-    others = ("completion_mask", "label")  # and KTO's mismatched rows, which have the same images
-    scored = {name: x for name, x in rows.items() if name not in others and not name.startswith("KL_")}
-    return {**scored, "labels": labels}

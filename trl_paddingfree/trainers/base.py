@@ -16,7 +16,8 @@ from ..data.task import Task
 from ..data.validate import log_unread
 from ..flat.batch import Inputs
 from ..flat.counts import BatchCounts, of_all_processes
-from ..images.examples import ImageProbe, has_images
+from ..images.check import ImageProbe
+from ..images.examples import has_images
 from ..images.model import rules_of_all
 from ..images.rows import VisionRules
 from ..memory.device import PeakMemory
@@ -84,9 +85,8 @@ class FlatTrainer(Trainer):
     def _init(self, arguments: Arguments) -> None:
         silence()
         arguments["args"] = config = config_of(type(self), arguments)
-        options: Any = config
-        if not isinstance(config, PaddingFreeOptions):  # one of TRL's
-            options = PaddingFreeOptions(prefix_sharing=self.config_class.prefix_sharing)
+        is_ours = isinstance(config, PaddingFreeOptions)
+        options: Any = config if is_ours else PaddingFreeOptions(prefix_sharing=self.config_class.prefix_sharing)
         self.flat = Runtime(options, pads=not vars(config).get("padding_free", True))  # not all of TRL's have the flag
         refuse_ungrouped(type(self), options.sequence_parallel_size, self.flat.pads, arguments)
         if self.flat.pads:

@@ -16,8 +16,9 @@ from ..data.collate import FlatCollator
 from ..data.lengths import example_tokens, example_work, has_known_lengths, row_lengths, token_lengths
 from ..flat.batch import Inputs
 from ..flat.counts import BatchCounts, of_all_processes
+from ..images.check import ImageProbe
 from ..images.collate import FlatVisionCollator
-from ..images.examples import ImageProbe, first_examples
+from ..images.examples import first_examples
 from ..memory.engine import is_sharded
 from ..memory.planner import MemoryPlanner
 from ..model.edits import refuse_lost_batch, refuse_lost_values

@@ -18,8 +18,9 @@ from ..data.rows import PromptGroups, generated_on_host
 from ..data.task import Task
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..flat.counts import BatchCounts
+from ..images.check import MADE_UP, ImageProbe
 from ..images.collate import VisionLanguageModelingCollator
-from ..images.examples import MADE_UP, ImageProbe, first_examples, has_images, made_up_examples, prompt_in_messages
+from ..images.examples import first_examples, has_images, made_up_examples, prompt_in_messages
 from ..images.generated import GeneratedImages, by_prompt
 from ..images.model import why_no_images
 from ..images.rows import VisionRules

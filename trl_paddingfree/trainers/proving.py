@@ -17,8 +17,7 @@ from ..check.progress import Progress
 from ..check.prove import CheckResult, UnprovenModelError, prove
 from ..check.slices import prove_slices
 from ..check.training import OthersWaitError, raise_if_weights_are_awaited
-from ..images.check import prove_images
-from ..images.examples import MADE_UP, ImageProbe
+from ..images.check import MADE_UP, ImageProbe, prove_images
 from ..images.model import sees_both_ways
 from ..memory.engine import base_of
 from ..model.flat_model import ATTRIBUTE, FlatModel
