@@ -30,7 +30,7 @@ TASKS = {
     "rloo": "RLOO",
     "distillation": "Distillation",
 }
-VERDICTS = ("same", "same in float64", "different", "failed", "refused", "TRL refuses")
+VERDICTS = ("same", "different", "failed", "refused", "TRL refuses")
 
 
 def read(output: Path) -> list[dict]:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from transformers.utils import is_flash_attn_2_available
 from trl.trainer.utils import add_fused_lm_head
 
@@ -69,10 +68,10 @@ MUST_WORK = {
 EAGER_ONLY = ["gemma2", "gpt_oss"]
 
 
-def make(name: str, attention: str | None, dtype: torch.dtype = torch.float32):
+def make(name: str, attention: str | None):
     """A model of `MUST_WORK` with TRL's fused head, in training mode without dropout."""
     model_type, options = MUST_WORK.get(name, (name, {}))
-    model = tiny_model(model_type, attn_implementation=attention, dtype=dtype, seed=SEED, **options)
+    model = tiny_model(model_type, attn_implementation=attention, seed=SEED, **options)
     if model_type == "llama4_text":  # as its documentation in this package says
         model.base_model_prefix = "model"
     add_fused_lm_head(model)
@@ -127,7 +126,7 @@ def test_architecture_passes_the_check_with_the_kernels_of_a_gpu(name, attention
     if attention and not installed and name in NO_STAND_IN:
         pytest.skip("needs flash-attn")
     with reference_flash(torch_varlen_func) if attention and not installed else nullcontext():
-        model = make(name, attention, torch.bfloat16).cuda()
+        model = make(name, attention).bfloat16().cuda()
         result, failed = prove(model, choose_route(model))
     assert not failed
     assert result.prefix_sharing == (result.route.backend != "positions")

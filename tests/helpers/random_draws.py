@@ -9,6 +9,8 @@ from typing import Any
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
 
+from tests.helpers.vision import ARCHITECTURES
+
 MODEL_TYPES = [
     *("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "mixtral", "olmo2", "phi3", "falcon"),
     *("opt", "starcoder2", "cohere2", "gpt_oss", "llama4_text", "stablelm", "granite", "qwen3_moe", "smollm3"),
@@ -20,10 +22,6 @@ EAGER_ONLY = ("gemma2", "gpt_oss", "mamba2")
 # Those with positions of their own, or queries that they scale: padding on the left, which TRL puts before prompts,
 # moves them in padded TRL
 ABSOLUTE = ("gpt2", "opt", "llama4_text")
-# No draw of these can be looked at in float64, where the whole steps that Adam makes of rounding would be gone: Llama 4
-# computes in float32 whatever its dtype, PyTorch has no grouped products of experts in float64 on CPUs, and Zamba 2
-# generates NaN in it
-NO_FLOAT64 = ("llama4_text", "mixtral", "gpt_oss", "qwen3_moe", "qwen3_next", "zamba2")
 ONLINE = ("grpo", "rloo", "distillation")  # those that generate their rows
 TASKS = ["dpo", "sft", "reward", "kto", *ONLINE]
 # Where TRL itself keeps packed documents apart, so that there is something to compare with
@@ -47,8 +45,6 @@ def draw(seed: int) -> dict[str, Any]:
     options = _common_options(rng)
     data = {"rows": rng.randint(5, 14), "seed": rng.randrange(10**6), "conversational": rng.random() < 0.5}
     data["pad_is_eos"] = rng.random() < 0.3
-    # The first makes steps in proportion to gradients, and TRL's own whole steps, also of what is only rounding
-    options["adam_epsilon"] = random.Random(f"Adam {seed}").choice([1e-2, 1e-8])
     references = REFERENCES if task in ("dpo", "kto") else ["itself", "lora"]
     refused = ("lora", "adapter") if model["type"] in NO_ADAPTER else ()
     model["reference"] = rng.choice([name for name in references if not name.endswith(refused)])
@@ -58,8 +54,13 @@ def draw(seed: int) -> dict[str, Any]:
         drawn["ours"]["torch_compile_backend"] = "aot_eager"
     if model["type"] == "llama4_text":
         specific["router_aux_loss_coef"] = 0.0  # TRL's router loss finds no number of experts
-    if model["type"] in NO_FLOAT64:
-        options["adam_epsilon"] = 1e-2
+    images = random.Random(f"images {seed}")
+    if task != "reward" and data.get("format", "prompt") in ("messages", "prompt") and images.random() < 0.2:
+        model["type"] = model["teacher"] = images.choice([*ARCHITECTURES])
+        drawn["ours"]["arrange_micro_batches"] = "none"  # by lengths, which are not known before images are read
+        for name in {"max_length", "packing", "assistant_only_loss", "precompute_ref_log_probs"} & specific.keys():
+            specific[name] = None
+        options["pad_to_multiple_of"] = None
     return {**drawn, "options": {**options, **specific}}
 
 

@@ -11,14 +11,23 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from tests.helpers.architectures import tiny_config
-from tests.helpers.random_draws import EAGER_ONLY, draw
+from tests.helpers.flat_and_padded import TOLERANCE, float64_throughout, in_float64
+from tests.helpers.random_draws import EAGER_ONLY, ONLINE, draw
 from tests.helpers.tiny import WORDS, lora, make_tokenizer, score, text
-from tests.runs import TOLERANCE, Run, off_by, run
+from tests.helpers.vision import (
+    ARCHITECTURES,
+    make_vision,
+    vision_completions,
+    vision_labelled,
+    vision_messages,
+    vision_pairs,
+    vision_prompts,
+)
+from tests.runs import Run, off_by, run
 from trl_paddingfree import UnprovenModelError
 
 # Averaged over micro-batches: moving examples weighs their tokens anew
 _MOVED = ("entropy", "logits/", "mean_token_accuracy", "min_reward", "max_reward", "clip_ratio", "kl", "vespo/")
-FLOAT64_TOLERANCE = 4e-6  # TRL's head accumulates its statistics in float32, whatever the model's dtype
 
 
 # --- Data ----------------------------------------------------------------------------------------------------------
@@ -30,7 +39,10 @@ def _said(role: str, words: str, conversational: bool) -> Any:
 
 def make_data(drawn: dict[str, Any], offset: int = 0) -> Dataset:
     """Rows of very different lengths, some with an edge that padding or sharing could stumble over."""
-    rng, data = random.Random(drawn["data"]["seed"] + offset), drawn["data"]
+    data, seed = drawn["data"], drawn["data"]["seed"] + offset
+    if drawn["model"]["type"] in ARCHITECTURES:
+        return _IMAGES.get(data.get("format", drawn["task"]), vision_prompts)(data["rows"], seed)
+    rng = random.Random(seed)
     make = _ROWS.get(drawn["task"], _prompt)
     rows: list[dict[str, Any]] = []
     for _ in range(data["rows"]):
@@ -101,28 +113,35 @@ def _prompt(rng: random.Random, data: dict, rows: list) -> dict[str, Any]:
     return {"prompt": _said("user", text(rng, *rng.choice([(1, 1), (1, 15), (30, 40)])), data["conversational"])}
 
 
+_IMAGES = {"dpo": vision_pairs, "messages": vision_messages, "prompt": vision_completions, "kto": vision_labelled}
 _ROWS = {"dpo": _pair, "reward": _pair, "sft": _instruction, "kto": _unpaired}
 
 
 # --- Training ------------------------------------------------------------------------------------------------------
 
 
-def _arguments(drawn: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def _arguments(drawn: dict[str, Any]) -> dict[str, Any]:
     """Fresh models and a tokenizer, the same each time."""
     model, reference = drawn["model"], drawn["model"]["reference"].split()[-1]
     tokenizer = make_tokenizer()
-    if drawn["data"]["pad_is_eos"]:
+    if model["type"] in ARCHITECTURES:
+        tokenizer = make_vision(model["type"])[1]
+        tokenizer.tokenizer.padding_side = "left" if drawn["task"] in ONLINE else "right"
+    elif drawn["data"]["pad_is_eos"]:
         tokenizer.pad_token = tokenizer.eos_token
 
     def make(seed: int, model_type: str = model["type"]) -> Any:
-        auto = AutoModelForSequenceClassification if drawn["task"] == "reward" else AutoModelForCausalLM
-        config = tiny_config(model_type, **({"num_labels": 1} if drawn["task"] == "reward" else {}))
         torch.manual_seed(seed)
-        attention = "eager" if model_type in EAGER_ONLY else model["attention"]
-        made = auto.from_config(config, attn_implementation=attention).to(dtype)
+        if model_type in ARCHITECTURES:
+            made = make_vision(model_type, seed)[0]
+        else:
+            auto = AutoModelForSequenceClassification if drawn["task"] == "reward" else AutoModelForCausalLM
+            config = tiny_config(model_type, **({"num_labels": 1} if drawn["task"] == "reward" else {}))
+            attention = "eager" if model_type in EAGER_ONLY else model["attention"]
+            made = auto.from_config(config, attn_implementation=attention)
         if made.base_model is made:  # Llama 4, whose prefix is that of the model with images
             made.base_model_prefix = "model"
-        return made.train()
+        return in_float64(made).train()
 
     given: dict[str, Any] = {"model": make(model["seed"]), "processing_class": tokenizer}
     torch.manual_seed(model["seed"])
@@ -149,9 +168,9 @@ class _Gradients(TrainerCallback):
         self.steps.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
 
 
-def train(drawn: dict[str, Any], is_ours: bool, dtype: torch.dtype) -> Run:
+def train(drawn: dict[str, Any], is_ours: bool) -> Run:
     """Train a draw, by this package or padded TRL."""
-    given = {**_arguments(drawn, dtype), **drawn["options"], **(drawn["ours"] if is_ours else {})}
+    given = {**_arguments(drawn), **drawn["options"], **(drawn["ours"] if is_ours else {})}
     given["eval_dataset"] = make_data(drawn, offset=1) if "eval_strategy" in given else None
     with tempfile.TemporaryDirectory(prefix="random_draw_") as folder:
         given |= {"train_dataset": make_data(drawn), "output_dir": folder, "steps": 2}
@@ -170,41 +189,28 @@ def _ignored(drawn: dict[str, Any]) -> tuple[str, ...]:
     return (*ignored, "rewards/accuracies", "accuracy") if drawn["task"] in ("dpo", "reward") else ignored
 
 
+@float64_throughout()
 def outcome(seed: int) -> dict[str, Any]:
     """
-    Run the draw of a seed both ways.
+    Run the draw of a seed both ways, in float64, in which Adam makes no whole steps of rounding.
 
     Returns:
-        `dict[str, Any]`: The draw, and its `"verdict"`:
-        `"same"`, `"same in float64"` (rounding: the difference is gone with more digits), `"different"` with
-        `"differences"`, `"refused"` by us with the `"reason"`, `"TRL refuses"`, or `"failed"` (ours only, not by a
-        refusal).
+        `dict[str, Any]`: The draw, and its `"verdict"`: `"same"`, `"different"` with `"differences"`, `"refused"` by us
+        with the `"reason"`, `"TRL refuses"`, or `"failed"` (ours only, not by a refusal).
     """
     drawn = draw(seed)
-    found = _compared(drawn, torch.float32, TOLERANCE)
-    if found["verdict"] == "different":
-        again = _compared(drawn, torch.float64, FLOAT64_TOLERANCE)
-        if again["verdict"] == "same":
-            found = {"verdict": "same in float64", "in_float32": found["differences"]}
-        elif again["verdict"] == "different":  # a model that float64 refuses (Llama 4) is not excused by that
-            found = again
-    return {**drawn, **found}
-
-
-def _compared(drawn: dict[str, Any], dtype: torch.dtype, tolerance: float) -> dict[str, Any]:
     try:
-        padded = train(drawn, False, dtype)
+        padded = train(drawn, False)
     except Exception as error:  # noqa: BLE001 (whatever TRL cannot do is nothing to compare with)
-        return {"verdict": "TRL refuses", "reason": _said_by(error)}
+        return {**drawn, "verdict": "TRL refuses", "reason": _said_by(error)}
     try:
-        ours = train(drawn, True, dtype)
+        ours = train(drawn, True)
     except Exception as error:  # noqa: BLE001 (reported as a failure, unless it names an option)
         is_refusal = isinstance(error, UnprovenModelError) or (isinstance(error, ValueError) and "`" in str(error))
-        return {"verdict": "refused" if is_refusal else "failed", "reason": _said_by(error)}
-    off = off_by(padded, ours, tolerance, _ignored(drawn))
-    if off:
-        return {"verdict": "different", "dtype": str(dtype), "differences": off}
-    return {"verdict": "same", "method": ours.trainer.method}
+        return {**drawn, "verdict": "refused" if is_refusal else "failed", "reason": _said_by(error)}
+    if off := off_by(padded, ours, TOLERANCE, _ignored(drawn)):
+        return {**drawn, "verdict": "different", "differences": off}
+    return {**drawn, "verdict": "same", "method": ours.trainer.method}
 
 
 def _said_by(error: Exception) -> str:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.helpers.random_draws import HYBRIDS, MODEL_TYPES, TASKS, draw
+from tests.helpers.random_draws import ARCHITECTURES, HYBRIDS, MODEL_TYPES, TASKS, draw
 from tests.helpers.random_runs import off_by, outcome
 from tests.runs import Run
 
@@ -23,20 +23,20 @@ DRAWS = int(os.environ.get("TRL_PADDINGFREE_DRAWS", "10"))
 @pytest.mark.parametrize("seed", range(SEED * 1000, SEED * 1000 + DRAWS))
 def test_a_random_draw_trains_as_padded_trl_does(seed):
     result = outcome(seed)
-    assert result["verdict"] in ("same", "same in float64", "refused", "TRL refuses"), result
+    assert result["verdict"] in ("same", "refused", "TRL refuses"), result
 
 
 @pytest.mark.trl_1
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("seed", [37, 49, 51, 60, 99, 122, 152])
 def test_draws_are_compared_and_not_all_refused(seed):
-    assert outcome(seed)["verdict"] in ("same", "same in float64")
+    assert outcome(seed)["verdict"] == "same"
 
 
 def test_draws_reach_every_model_and_repeat_by_their_seed():
     draws = [draw(seed) for seed in range(400)]
     assert draws == [draw(seed) for seed in range(400)]
-    assert {drawn["model"]["type"] for drawn in draws} == {*MODEL_TYPES, *HYBRIDS}
+    assert {drawn["model"]["type"] for drawn in draws} == {*MODEL_TYPES, *HYBRIDS, *ARCHITECTURES}
     assert {drawn["task"] for drawn in draws} == set(TASKS)
 
 
