@@ -172,8 +172,8 @@ def _compare(
         tried = max(tried, [*lengths], key=sum)
     if not lengths:
         left_out.append(
-            f"more documents and tokens were not tried, as they would take more than {_SECONDS:.0f} s: give `length` "
-            "and `documents`"
+            f"more documents and tokens were not tried, as they would take more than {_SECONDS:.0f} s or {LOGITS:,} "
+            "logits: give `length` and `documents`"
         )
     if narrows and result.isolated and not result.passed and not result.failure:
         left_out.append(
