@@ -10,7 +10,7 @@ assert_same(padded, ours)
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 from unittest import mock
@@ -20,6 +20,8 @@ from transformers import Trainer
 from trl import GRPOTrainer
 
 from scripts.benchmark.differences import difference, differences
+from tests.helpers.float64 import TOLERANCE as TOLERANCE_64
+from tests.helpers.float64 import float64_throughout, in_float64
 from trl_paddingfree.cli.quickstart import side_by_side
 from trl_paddingfree.cli.quickstart.side_by_side import ON_CPU, classes_of
 
@@ -36,9 +38,6 @@ PER_MICRO_BATCH = ("entropy", "logits/", "mean_token_accuracy")
 LEAST_GRADIENT = 1e-2
 # Gradients of a run of which none is larger are rounding: of identical pairs, padded TRL has some, and ours none
 _LEAST_LARGEST = 1e-3
-# Adam divides gradients by their size, and makes whole steps of what is only rounding: a weight's difference counts in
-# full if its gradient was at least this share of the largest in some step, and else in proportion
-_FULL_WEIGHT = 1e-3
 # In bfloat16, ours and padded TRL are two draws of one noise: ours may be as far from float32 as this many of TRL's. Of
 # 64 runs, the distance of the weights was 1.07 of TRL's on average, and 1.45 at most
 NOISE = 2
@@ -151,7 +150,7 @@ def compare(
     make: Callable[[], Mapping[str, Any]],
     train_dataset: Any,
     layouts: Sequence[str] = LAYOUTS,
-    tolerance: float = TOLERANCE,
+    tolerance: float | None = None,
     ours: Mapping[str, Any] | None = None,
     ignored: tuple[str, ...] = ROUNDED,
     **given: Any,
@@ -162,6 +161,9 @@ def compare(
     Args:
         make (`Callable`):
             Gives fresh arguments for the trainer: the model, at least.
+        tolerance (`float`, *optional*):
+            Of models in the dtype that they have. By default, all is in float64, in which a difference is no rounding,
+            but for models of files.
         ours (`Mapping[str, Any]`, *optional*):
             What only our trainer is given.
         ignored (`tuple[str, ...]`, *optional*):
@@ -169,10 +171,16 @@ def compare(
         **given:
             What both are given, as [`run`] takes it.
     """
-    padded = run(task, "padded", **make(), train_dataset=train_dataset, **given)
-    for layout in layouts:
-        result = run(task, layout, **make(), train_dataset=train_dataset, **given, **(ours or {}))
-        assert_same(padded, result, tolerance, ignored)
+
+    def made() -> dict[str, Any]:
+        return {k: in_float64(x) if is_double and isinstance(x, torch.nn.Module) else x for k, x in make().items()}
+
+    is_double = tolerance is None and not isinstance(make()["model"], str)
+    with float64_throughout() if is_double else nullcontext():
+        padded = run(task, "padded", **made(), train_dataset=train_dataset, **given)
+        for layout in layouts:
+            result = run(task, layout, **made(), train_dataset=train_dataset, **given, **(ours or {}))
+            assert_same(padded, result, tolerance or (TOLERANCE_64 if is_double else TOLERANCE), ignored)
     return Compared(padded, result)
 
 
@@ -186,23 +194,17 @@ def off_by(padded: Run, ours: Run, tolerance: float, ignored: tuple[str, ...] = 
     """
     By how many tolerances each logged figure, each weight and, of runs that kept them, each gradient is off.
 
-    Those within the tolerance are left out, and figures whose names have an `ignored` part. Beside gradients, weights
-    count by theirs: Adam makes whole steps of what is only rounding.
+    Those within the tolerance are left out, and figures whose names have an `ignored` part.
     """
     if len(padded.log_history) != len(ours.log_history) or padded.weights.keys() != ours.weights.keys():
         return {"number of logs or weights": math.inf}
     found: dict[str, float] = {}
-    counted: dict[str, torch.Tensor] = {}
     # Of all steps: one that draws identical pairs only has gradients that are nothing but rounding
     largest = largest_of(*padded.gradients)
     for step, (theirs, mine) in enumerate(zip(padded.gradients, ours.gradients, strict=True)):
         for name, off in gradient_differences(theirs, mine, largest).items():
             found[f"gradient {step} of {name}"] = off
-            share = (theirs[name].abs() / (_FULL_WEIGHT * largest)).clamp(max=1)
-            counted[name] = torch.maximum(share, counted.get(name, share))
-    for name, weight in padded.weights.items():
-        share = counted.get(name, torch.ones(()))
-        found[name] = difference(weight, torch.lerp(weight, ours.weights[name], share.to(weight)))
+    found |= {name: difference(weight, ours.weights[name]) for name, weight in padded.weights.items()}
     for step, (logged, log) in enumerate(zip(padded.log_history, ours.log_history, strict=True)):
         for name, off in differences([logged], [log]).items():
             if not any(part in name for part in ignored):

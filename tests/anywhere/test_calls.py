@@ -19,13 +19,14 @@ from transformers import (
 )
 
 from tests.helpers.architectures import tiny_model
+from tests.helpers.float64 import float64_throughout, in_float64
 from tests.helpers.pages import ROOT
 from tests.helpers.tiny import following_rotary, lora, make_model, reward_model
 from trl_paddingfree import FlatModel, PaddingFreeDPOTrainer, UnprovenModelError, padding_free
 from trl_paddingfree.flat.counts import BatchCounts
 
 SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
-# float32: logits of about 10 after two layers, and gradients relative to the largest of their tensor
+# Of models in float32: logits of about 10 after two layers, and gradients relative to the largest of their tensor
 TOLERANCE = 1e-4
 # Attention, windows, absolute positions (by columns, by the mask), experts, layers with a state
 MODELS = ("llama", "mistral", "gemma3_text", "gpt2", "opt", "qwen3_moe", "mixtral", "qwen3_next", "lfm2", "falcon_h1")
@@ -54,7 +55,7 @@ def unlabelled(side: str = "right", **options) -> dict[str, torch.Tensor]:
 
 def both(model_type: str = "llama", **options):
     """A tiny model, and a copy of which padded calls are flat."""
-    model = tiny_model(model_type, **options)
+    model = in_float64(tiny_model(model_type, **options))
     return model, padding_free(copy.deepcopy(model))
 
 
@@ -99,6 +100,7 @@ def assert_same_gradients(model: torch.nn.Module, ours: torch.nn.Module) -> None
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", MODELS)
+@float64_throughout()
 def test_rows_answer_as_before(name, side):
     model, ours = both(name)
     given, real = unlabelled(side), rows(side)["attention_mask"].bool()

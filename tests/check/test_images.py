@@ -69,7 +69,7 @@ def test_features_in_another_order_are_caught(monkeypatch, kind):
 
 @needs_torchvision
 def test_positions_that_count_image_tokens_as_text_are_caught(monkeypatch):
-    monkeypatch.setattr(FlatImages, "positions", lambda self, model, batch: batch.position_ids)
+    monkeypatch.setattr(FlatImages, "positions", lambda self, model, position_ids, layout: position_ids)
     caught(*make("qwen2_5_vl"))
 
 

@@ -1,36 +1,14 @@
 """One model, flat beside padded: log-probabilities, and the gradient of every parameter."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest import mock
-
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from trl.trainer.utils import add_fused_lm_head
 
+from tests.helpers.float64 import TOLERANCE, float64_throughout, in_float64
 from tests.runs import gradient_differences, largest_of
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import Route, choose_route
-
-# float64, relative to the largest entry: most are off by 1e-13, but the factor of Llama 4's queries is in float32, and
-# gradients cancel. A wrong layout shows in the first or second digit
-TOLERANCE = 1e-6
-
-
-@contextmanager
-def float64_throughout() -> Iterator[None]:
-    """Within this context, what libraries compute in float32 whatever the dtype of a model, such as recurrences, is in
-    float64: their gradients of decays are sums over all tokens that cancel to a thousandth of their parts."""
-    in_double = mock.patch.object(torch.Tensor, "float", torch.Tensor.double)
-    with in_double, mock.patch.multiple(torch, float32=torch.float64, float=torch.float64):
-        yield
-
-
-def in_float64(model):
-    """`model` with weights, and experts, that PyTorch multiplies in float64."""
-    model.set_experts_implementation("eager")
-    return model.double()
 
 
 def flat_model(model, **route) -> FlatModel:

@@ -11,7 +11,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from tests.helpers.architectures import tiny_config
-from tests.helpers.flat_and_padded import TOLERANCE, float64_throughout, in_float64
+from tests.helpers.float64 import TOLERANCE, float64_throughout, in_float64
 from tests.helpers.random_draws import EAGER_ONLY, ONLINE, draw
 from tests.helpers.tiny import WORDS, lora, make_tokenizer, score, text
 from tests.helpers.vision import (

@@ -21,14 +21,8 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.check.test_architectures import MUST_WORK
 from tests.helpers.architectures import MODEL_TYPES, tiny_model
-from tests.helpers.flat_and_padded import (
-    TOLERANCE,
-    assert_same_gradients,
-    float64_throughout,
-    in_float64,
-    log_probs_and_gradients,
-    tree,
-)
+from tests.helpers.flat_and_padded import assert_same_gradients, log_probs_and_gradients, tree
+from tests.helpers.float64 import TOLERANCE, float64_throughout, in_float64
 from tests.helpers.reference_flash import reference_flash
 from tests.helpers.tiny import following_rotary, make_model, reward_model
 from trl_paddingfree import FlatBatch

@@ -18,13 +18,8 @@ from peft import LoraConfig, get_peft_model
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import is_older, tiny_model
-from tests.helpers.flat_and_padded import (
-    TOLERANCE,
-    assert_equals_padded,
-    assert_same_gradients,
-    float64_throughout,
-    in_float64,
-)
+from tests.helpers.flat_and_padded import assert_equals_padded, assert_same_gradients
+from tests.helpers.float64 import TOLERANCE, float64_throughout, in_float64
 from tests.helpers.reference_flash import reference_flash
 from tests.helpers.reference_state import reference_state_kernels
 from tests.helpers.tiny import arguments, conversations, preference_data

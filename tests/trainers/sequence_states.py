@@ -13,7 +13,8 @@ import torch.distributed as dist
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
-from tests.helpers.flat_and_padded import TOLERANCE, float64_throughout, in_float64, log_probs_and_gradients, tree
+from tests.helpers.flat_and_padded import log_probs_and_gradients, tree
+from tests.helpers.float64 import TOLERANCE, float64_throughout, in_float64
 from tests.helpers.reference_state import reference_state_kernels
 from tests.runs import gradient_differences, largest_of
 from trl_paddingfree import FlatBatch
