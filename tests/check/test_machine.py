@@ -28,7 +28,7 @@ def test_accelerators_are_described_as_far_as_pytorch_knows_them(monkeypatch, ki
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     found = machine.hardware()
     assert found["gpus"] == [words] * 2
-    assert found["attention"]["varlen"] == ("yes" if kind == "cuda" else "needs a CUDA GPU")
+    assert found["attention"]["varlen"] == ("from compute capability 8.0 on" if kind == "cuda" else "needs a CUDA GPU")
 
 
 def test_a_machine_without_an_accelerator_has_none(monkeypatch):

@@ -66,7 +66,7 @@ def hardware() -> dict[str, object]:
         "attention": {
             "flash": flash or "no flash attention package installed",
             # The rule of `model/attention.py`, which takes seconds to import
-            "varlen": "yes" if kind == "cuda" else "needs a CUDA GPU",
+            "varlen": "from compute capability 8.0 on" if kind == "cuda" else "needs a CUDA GPU",
             "segment": "yes",
             "mask": "yes",
         },
