@@ -28,7 +28,7 @@ def test_a_random_draw_trains_as_padded_trl_does(seed):
 
 @pytest.mark.trl_1
 @pytest.mark.drawn(4)
-@pytest.mark.parametrize("seed", [37, 49, 51, 60, 99, 122, 152])
+@pytest.mark.parametrize("seed", [37, 97, 51, 60, 99, 122, 152])
 def test_draws_are_compared_and_not_all_refused(seed):
     assert outcome(seed)["verdict"] == "same"
 
