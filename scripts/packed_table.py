@@ -110,10 +110,10 @@ The result holds up to the sizes that it names: the number of `documents`, the t
 | gradients at the embeddings and of all parameters, in training mode, all layers | 4 | 104 each |
 | log-probabilities and leaks again, in evaluation and in training mode | 8 | 2,048 in all, 1,280 in the longest |
 
-The last line is left out if it would take more than ten seconds, or more than 2^29 logits. So are, in training mode, the
-layers between the first and the last of their kind. `check_packed(model, call, length=8192, documents=32)` tries other sizes, however long that
-takes. Gradients of weights with more than 262,144 entries are compared along a random direction. `result.not_compared`
-lists what was left out, each with its reason.
+The last line is left out if it would take more than ten seconds, or more than 2^29 logits. So are, in training mode,
+the layers between the first and the last of their kind. `check_packed(model, call, length=8192, documents=32)` tries
+other sizes, however long that takes. Gradients of weights with more than 262,144 entries are compared along a random
+direction. `result.not_compared` lists what was left out, each with its reason.
 
 A verdict says nothing about more or longer documents: a forward that leaks only above 4,096 tokens is found with
 `length=4097` or more. Nor does it cover losses that a framework computes itself, whether it counts each document once,

@@ -172,14 +172,15 @@ def compare(
             What both are given, as [`run`] takes it.
     """
 
-    def made() -> dict[str, Any]:
-        return {k: in_float64(x) if is_double and isinstance(x, torch.nn.Module) else x for k, x in make().items()}
+    def converted(made):
+        return {k: in_float64(x) if is_double and isinstance(x, torch.nn.Module) else x for k, x in made.items()}
 
-    is_double = tolerance is None and not isinstance(make()["model"], str)
+    first = make()
+    is_double = tolerance is None and not isinstance(first["model"], str)
     with float64_throughout() if is_double else nullcontext():
-        padded = run(task, "padded", **made(), train_dataset=train_dataset, **given)
+        padded = run(task, "padded", **converted(first), train_dataset=train_dataset, **given)
         for layout in layouts:
-            result = run(task, layout, **made(), train_dataset=train_dataset, **given, **(ours or {}))
+            result = run(task, layout, **converted(make()), train_dataset=train_dataset, **given, **(ours or {}))
             assert_same(padded, result, tolerance or (TOLERANCE_64 if is_double else TOLERANCE), ignored)
     return Compared(padded, result)
 

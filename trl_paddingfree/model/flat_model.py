@@ -58,6 +58,7 @@ class FlatModel:
         self.forwards: list[Callable] = []  # those that ours replaced; several if TRL added a head later
         self.carries_state = carries_state(model)
         self.has_trained = False  # whether a flat batch was computed with gradients, see [`FlatModel.must_train`]
+        self.repeats = False  # whether any layer that carries state recomputes shared prefixes
         self.edits = EditsFound()
         # Flattens calls of TRL's head that bring no `flat_batch`; if unset, they stay padded
         self.flatten: Flattener | None = None
@@ -94,15 +95,11 @@ class FlatModel:
         attention = register_attention(route.previous, route.backend) if replaces_attention else route.previous
         upstream.set_attn_implementation(model, attention)
         install_state_layers(model, along_tree=route.states == "tree")
+        flat.repeats = repeats_prefixes(model)
         setattr(model, ATTRIBUTE, flat)
         if not flat._is_called:
             flat._bind()
         return flat
-
-    @property
-    def repeats(self) -> bool:
-        """Whether any layer that carries state computes shared prefixes repeatedly."""
-        return repeats_prefixes(self.model)
 
     # --- the forward ------------------------------------------------------------------------------------------------
 
