@@ -172,15 +172,15 @@ def compare(
             What both are given, as [`run`] takes it.
     """
 
-    def converted(made):
-        return {k: in_float64(x) if is_double and isinstance(x, torch.nn.Module) else x for k, x in made.items()}
+    def made() -> dict[str, Any]:
+        return {k: in_float64(x) if is_double and isinstance(x, torch.nn.Module) else x for k, x in make().items()}
 
-    first = make()
-    is_double = tolerance is None and not isinstance(first["model"], str)
+    # Only looked at: a model whose constants and initial values were computed outside the context has others
+    is_double = tolerance is None and not isinstance(make()["model"], str)
     with float64_throughout() if is_double else nullcontext():
-        padded = run(task, "padded", **converted(first), train_dataset=train_dataset, **given)
+        padded = run(task, "padded", **made(), train_dataset=train_dataset, **given)
         for layout in layouts:
-            result = run(task, layout, **converted(make()), train_dataset=train_dataset, **given, **(ours or {}))
+            result = run(task, layout, **made(), train_dataset=train_dataset, **given, **(ours or {}))
             assert_same(padded, result, tolerance or (TOLERANCE_64 if is_double else TOLERANCE), ignored)
     return Compared(padded, result)
 
