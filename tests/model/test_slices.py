@@ -314,7 +314,7 @@ def test_hidden_states_of_slices_are_those_of_the_whole():
     assert_answer_equals_whole(flat.model, batch, answer)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "opt", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "opt", "mixtral"])
 def test_a_pooled_head_reads_rows_of_all_slices(model_type):
     model, batch = reward_model(model_type, vocab_size=96).eval(), batch_of()
     FlatModel.install(model, choose_route(model))
