@@ -140,6 +140,8 @@ def test_what_a_wide_teacher_keeps_is_counted(data):
         needs = trainer.flat.planner.needs
         saved.append(int(needs.saved(memory_features(batch, trainer.flat.route))[0]) / needs.correction)
     assert saved[1] - saved[0] == pytest.approx(20 * 64 * 4, abs=2)  # of bytes, which are rounded
+    # The divergence gets all scored tokens at once, however small the slices are
+    assert needs.head.working(5000, at_once=128) == needs.head.working(5000) > needs.head.working(128)
 
 
 def test_a_failed_allocation_costs_a_warning_and_nothing_else(data, monkeypatch, caplog):

@@ -22,7 +22,6 @@ WRONG = [
         "one of 'none', 'tokens', 'prefix'. Did you mean `arrange_micro_batches='tokens'`?",
     ),
     ("arrange_micro_batches", None, "one of 'none', 'tokens', 'prefix'."),
-    ("oversized_examples", "Alone", "Did you mean `oversized_examples='alone'`?"),
     ("flat_attention", "flsh", "Did you mean `flat_attention='flash'`?"),
     ("flat_attention", True, "one of 'auto', 'flash'"),
     ("prefix_sharing", "false", "`True` or `False`."),

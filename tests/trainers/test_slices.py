@@ -5,7 +5,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-from transformers.utils import logging
 
 from tests.helpers.memory import most_slices
 from tests.helpers.tiny import DATA, ROUTED, arguments, make_model, make_tokenizer
@@ -128,9 +127,3 @@ def test_a_model_of_a_trainer_before_is_not_computed_by_its_budget(passes):
         made = {"model": model, "processing_class": make_tokenizer()}
         run("sft", "shared", **made, train_dataset=DATA["sft"](8, SEED), steps=1, **options)
         assert bool(passes) == bool(options)
-
-
-def test_what_did_nothing_says_so(caplog):
-    logging.warning_once.cache_clear()  # once in a process
-    make_trainer("sft", "ours", **arguments("sft"), train_dataset=DATA["sft"](4, SEED), oversized_examples="alone")
-    assert "`oversized_examples` does nothing any more" in caplog.text

@@ -53,8 +53,8 @@ class FlatCollator(DataCollatorMixin):
     prefix_sharing: bool = True
     keeps_rows: bool = False
 
-    # Rows per example; the first rows of all examples come first, then the second ones. `None`: the number of rows
-    # divided by that of examples. A collator that leaves out examples must set it
+    # Rows per example; the first rows of all examples come first, then the second ones. `None`: two of a pair, else
+    # the number of rows divided by that of examples. A collator that leaves out examples must set it
     rows_per_example: ClassVar[int | None] = None
     # Arguments of TRL's collator that determine the padding of rows and of flat batches
     padded_by: ClassVar[tuple[str, ...]] = ("pad_to_multiple_of", "pad_token_id")

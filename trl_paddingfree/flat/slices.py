@@ -206,7 +206,8 @@ def cut_by_size(segments: Segments, size: int, blocks: np.ndarray | None = None)
 
 def cut_by_number(total: int, number: int, blocks: np.ndarray | None = None) -> tuple[int, ...]:
     """
-    Where to cut `total` tokens into `number` slices of about equal size; some may be empty, but none has one token.
+    Where to cut `total` tokens into `number` slices of about equal size; some may be empty and, but
+    for cuts that move out of image blocks, none has one token.
 
     >>> cut_by_number(10, 4), cut_by_number(5, 4)
     ((0, 2, 5, 7, 10), (0, 0, 2, 2, 5))

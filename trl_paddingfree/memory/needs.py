@@ -39,10 +39,11 @@ class HeadBytes:
     scored: int = 0  # per scored token
     tile: tuple[int, int] = (0, 0)  # per row of logits, and the most rows at a time
     kept: int = 0  # per scored token, what it keeps for the backward pass beyond TRL's fused head
+    in_chunks: bool = True  # whether it gets the scored tokens in the chunks of a schedule
 
     def working(self, scored: int, at_once: int | None = None) -> int:
         """Temporary bytes of the head for `scored` tokens, with logits of `at_once` of them at a time."""
-        rows = min(scored, at_once or scored, self.tile[1])
+        rows = min(scored, self.in_chunks and at_once or scored, self.tile[1])
         return self.constant + self.scored * scored + self.tile[0] * rows
 
 
@@ -178,7 +179,7 @@ def optimizer_bytes(optimizer: type, options: dict[str, Any], parameters: Sequen
             # Paged state moves to the host when anything else needs memory
             per_byte = tensor_bytes(x for x in state if not vars(x).get("is_paged")) / tensor_bytes([sample])
         except Exception as error:  # it may need the whole model: assume Adam, whose state is the largest
-            logger.warning(f"{optimizer.__name__} says nothing of its state, which is taken for Adam's: {error}")
+            logger.warning(f"{optimizer.__name__} does not say how large its state is, which counts as Adam's: {error}")
             per_byte = 2.0
         total += per_byte * tensor_bytes(alike)
     return round(total)

@@ -148,7 +148,7 @@ class MemoryPlanner:
     def _in_slices(self, batch: FlatBatch, cuts: tuple[int, ...], keeps: bool = False) -> Schedule:
         """
         The schedule for slices. Only the last keeps its activations or, with `keeps`, as many of the last ones as fit.
-        No layer recomputes by itself, neither within slices nor in the vision tower.
+        No layer recomputes by itself within slices nor, under `memory_budget`, in the vision tower.
         """
         # Not in chunks if weights are sharded: each call of the head gathers its weights
         chunk = None if self.is_sharded else int(np.diff(cuts).max())
@@ -219,7 +219,7 @@ class MemoryPlanner:
 
     def refuse_oversized(self, tokens: int, name: str = "a micro-batch") -> None:
         """Refuse more tokens than the limit on a model that cannot compute slices (`why_whole` gives the reason)."""
-        if not self._holds(tokens, 0):
+        if self.why_whole and not self._holds(tokens, 0):
             raise ValueError(
                 f"`max_tokens_per_micro_batch={self.limit}` is less than {name} needs ({tokens} tokens), and it cannot "
                 f"be computed in slices: {self.why_whole}. Raise it, or lower `per_device_train_batch_size` or "

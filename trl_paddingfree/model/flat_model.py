@@ -40,7 +40,8 @@ class FlatModel:
     Makes one model instance compute flat batches; no other instance changes. Created by [`FlatModel.install`].
 
     Called with a `flat_batch`, the model computes it and answers in rows, with TRL's fused LM head, a pooled head or
-    its own head. Other calls go to the original forward and attention. Losses with a head of their own use
+    its own head. So it does in calls of TRL's head within [`FlatModel.flattening`], and in padded ones after
+    `padding_free(model)`. Other calls go to the original forward and attention. Losses with a head of their own use
     [`FlatModel.hidden_states`].
 
     >>> from trl.trainer.utils import add_fused_lm_head

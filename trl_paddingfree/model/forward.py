@@ -7,12 +7,11 @@ model computes the flat tokens instead, and answers in the same rows.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from traceback import walk_tb
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -109,7 +108,7 @@ def scored_in_rows(
     """
     group, model = flat_model.group, flat_model.model
     batch = flat_model.begin_pass(batch)
-    own = batch if group is None else group.own_part(batch, model.config.get_text_config())
+    own = batch if group is None else group.own_slice(batch, model.config.get_text_config())
     own_draws = nullcontext() if group is None or not model.training else group.drawing_apart(model)
     size = batch.schedule.head_chunk or own.shift_labels.size(1)
     chunks: list[torch.Tensor] = []
@@ -194,8 +193,8 @@ def _pooled(flat_model: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, 
 @contextmanager
 def layout_arguments(flat_model: "FlatModel", batch: FlatBatch) -> Iterator[Inputs]:
     """
-    Within this context, a backbone may compute a batch by its schedule. Yields the arguments that tell it the layout,
-    in place of a mask.
+    Within this context, a backbone may compute a batch by its schedule. Yields the backbone's arguments that carry
+    the layout: in most routes, a mask.
     """
     model, layout, backend = flat_model.model, batch.layout, flat_model.route.backend
     context = PassContext(layout, flat_model.group, watch=flat_model.watch)
@@ -238,7 +237,7 @@ def flat_backbone(
     batch: FlatBatch,
     for_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
     calls_decoder: bool = False,
-    swapped: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    swapped: Inputs | None = None,
 ) -> Iterator[list[BaseModelOutput]]:
     """
     Within this context, the model's backbone knows the layout and returns only what the head needs: `for_head` of the
@@ -264,7 +263,7 @@ def flat_backbone(
         def give_layout(module, args, kwargs):
             if args:  # some heads pass `input_ids` by position
                 kwargs = architecture.by_name(module.forward, args, kwargs)
-            return (), {**kwargs, **swapped, **arguments}
+            return (), {**kwargs, **(swapped or {}), **arguments}
 
         for backbone in backbones:
             hooks.enter_context(backbone.register_forward_pre_hook(give_layout, with_kwargs=True))

@@ -90,7 +90,7 @@ class PassContext:
             The processes that compute the batch together.
         carry (`EarlierSlices`, *optional*):
             What earlier slices of the pass hand to this one, and this one to later ones.
-        part (`Slice`, *optional*):
+        own_slice (`Slice`, *optional*):
             This slice, set by [`EarlierSlices.within`] for attention; `layout` is then that of the slice.
         watch (`Callable`, *optional*):
             Called around the attention function, like [`OtherSlices.attend`], to measure it.
@@ -99,12 +99,12 @@ class PassContext:
     layout: FlatLayout
     group: OtherSlices | None = None
     carry: EarlierSlices | None = None
-    part: Slice | None = None
+    own_slice: Slice | None = None
     watch: Attention | None = None
 
     @property
     def others(self) -> OtherSlices | None:
-        """What layers that carry state ask for other slices."""
+        """Where layers that carry state get what lies in other slices."""
         return self.carry or self.group
 
 

@@ -47,7 +47,7 @@ class Carry:
     earlier: Sequence[Tensors]  # what each earlier slice kept; for attention, keys and values `(1, heads, K, D)`
     with_reach: bool = False  # see [`slices_of`]
     kept: list[torch.Tensor] = field(default_factory=list)
-    parts: dict[tuple[int, int | None], Slice] = field(default_factory=dict)  # this slice, by layout and window
+    slices: dict[tuple[int, int | None], Slice] = field(default_factory=dict)  # this one, by layout and window
     places: dict[torch.nn.Module, list[int]] = field(default_factory=dict)  # where `kept` has a layer's keys, by call
     is_complete: bool = False  # whether the decoder is done: layers that recompute call attention again
 
@@ -56,14 +56,14 @@ class Carry:
         *states: torch.Tensor, **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """Attention over the keys of earlier slices, then its own. Every slice makes its calls in the same order."""
-        part, places = context.part, self.places.setdefault(layer, [])
-        assert part is not None
+        own_slice, places = context.own_slice, self.places.setdefault(layer, [])
+        assert own_slice is not None
         if not self.is_complete:
             places.append(len(self.kept))
-            self.kept += [x if part.keeps is None else x.index_select(2, part.keeps) for x in states[1:]]
+            self.kept += [x if own_slice.keeps is None else x.index_select(2, own_slice.keeps) for x in states[1:]]
         elif len(places) > 1:
             self._refuse_recomputing(f"{type(layer).__name__} is called several times in a pass and")
-        earlier, place = [self.earlier[number] for number in part.reads], places[-1]
+        earlier, place = [self.earlier[number] for number in own_slice.reads], places[-1]
         whole = [torch.cat([*(x[place + i] for x in earlier), own], 2) for i, own in enumerate(states[1:])]
         return attend(module, states[0], *whole, **kwargs)
 
@@ -73,12 +73,12 @@ class Carry:
 
     def within(self, context: PassContext, window: int | None) -> PassContext:
         key = id(context.layout), window
-        if key not in self.parts:
+        if key not in self.slices:
             if window is None or window >= context.layout.segments.max_seqlen_k:
                 window = NO_WINDOW
-            self.parts[key] = slices_of(context.layout, self.cuts, self.with_reach, window)[self.number]
-        part = self.parts[key]
-        return replace(context, layout=part.layout, part=part)
+            self.slices[key] = slices_of(context.layout, self.cuts, self.with_reach, window)[self.number]
+        own_slice = self.slices[key]
+        return replace(context, layout=own_slice.layout, own_slice=own_slice)
 
     def span(self, num_tokens: int) -> range:
         return something_to_compute(self.cuts[self.number], self.cuts[self.number + 1], num_tokens)

@@ -86,7 +86,7 @@ def halve(planner: MemoryPlanner, error: RuntimeError) -> None:
         raise error
     logger.warning(
         f"An allocation failed in a micro-batch of {tokens} tokens, in slices of up to {size}. It is computed again, "
-        f"and from here on micro-batches of more than {planner.limit} tokens are computed in slices."
+        f"and from here on micro-batches of more than {planner.limit} tokens run in parts or slices."
     )
 
 

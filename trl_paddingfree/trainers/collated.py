@@ -184,8 +184,7 @@ class CollatedTrainer(FlatTrainer):
             return  # lengths are unknown until an example arrives: the planner refuses it then
         lengths = self.item_lengths()
         tokens = example_tokens(lengths, self.flat.trained.route.prefix_sharing)
-        if planner.why_whole:
-            planner.refuse_oversized(int(tokens.max()), f"example {tokens.argmax()}")
+        planner.refuse_oversized(int(tokens.max()), f"example {tokens.argmax()}")
         if planner.needs is None:
             return
         # Layers need most for the most tokens, attention for the longest row, and the head for the longest completions.

@@ -180,12 +180,8 @@ class PaddingFreeOptions:
     max_tokens_per_micro_batch: int | None = option(
         None,
         "Most tokens to compute at once. A larger micro-batch runs in as many parts as needed, and a part, a row or a "
-        "group of rows that is still larger in slices, one after another, with the same loss and gradients. A slice "
-        "is computed once more in the backward pass, in place of its layers, whatever `gradient_checkpointing` says.",
-    )
-    oversized_examples: Literal["error", "alone"] | None = option(
-        None,
-        "Does nothing, and will be removed: examples of more than `max_tokens_per_micro_batch` tokens run in slices.",
+        "group of rows that is still larger in slices, one after another, with the same loss and gradients. All but "
+        "the last slice are computed once more in the backward pass, whatever `gradient_checkpointing` says.",
     )
     memory_budget: float | str | None = option(
         None,
@@ -196,9 +192,9 @@ class PaddingFreeOptions:
     )
     sequence_parallel_size: int = option(
         1,
-        "How many processes compute each micro-batch together, each a slice of its tokens, so that rows may be longer "
-        "by that much. Has to divide the processes; `per_device_train_batch_size` then counts for each group of them. "
-        "DPO and SFT only.",
+        "How many processes compute each micro-batch together, each a slice of its tokens, so that rows may be that "
+        "many times longer. Has to divide the processes; `per_device_train_batch_size` then counts for each group of "
+        "them. DPO and SFT only.",
     )
 
     @property
@@ -209,8 +205,6 @@ class PaddingFreeOptions:
     def __post_init__(self):
         silence()
         refuse_wrong_options(self)
-        if self.oversized_examples is not None:
-            logger.warning_once("`oversized_examples` does nothing any more, and will be removed: leave it out.")
         if isinstance(self, TrainingArguments):  # mixed in before one of TRL's configurations
             train_where_one_can(self)
             super().__post_init__()  # type: ignore[misc]

@@ -28,7 +28,7 @@ def divergence(student: PreTrainedModel, teacher: PreTrainedModel) -> HeadBytes:
     if not upstream.has_head_kernel(student.device):
         per_row += 4 * _TORCH_TILES * min(columns, student.config.get_text_config().vocab_size)
     kept = teacher.dtype.itemsize * teacher.config.get_text_config().hidden_size
-    return replace(fused_head(student), tile=(per_row, rows), kept=kept)
+    return replace(fused_head(student), tile=(per_row, rows), kept=kept, in_chunks=False)
 
 
 class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):

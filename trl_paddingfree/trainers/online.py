@@ -182,8 +182,7 @@ class OnlineTrainer(FlatTrainer):
             return
         prompt, completion = self.longest_prompt(), self.max_completion_length
         name = f"a prompt of {prompt} tokens with a completion of `max_completion_length={completion}`"
-        if planner.why_whole:
-            planner.refuse_oversized(prompt + completion, name)
+        planner.refuse_oversized(prompt + completion, name)
         if planner.needs is None:
             return
         number = self.args.per_device_train_batch_size

@@ -36,7 +36,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 @dataclass
 class Runtime:
-    """What this package keeps for one trainer. Only the first three fields are set before TRL's `__init__` runs."""
+    """
+    What this package keeps for one trainer, and how it starts: it proves the models, and plans the memory. Only the
+    first three fields are set before TRL's `__init__` runs; those without a default are set while it is made.
+    """
 
     options: PaddingFreeOptions
     pads: bool = False  # whether the trainer pads as TRL's does: then no model is flat

@@ -37,7 +37,7 @@ class Part:
 
     inputs: Inputs
     # By name, the denominators of the loss ("loss") and of each averaged metric. All are 0 if the part is computed only
-    # because other processes compute one; `None` if no process has divided its micro-batch
+    # because other processes compute one; `None` if the micro-batch is not divided
     sizes: dict[str, int] | None = None
     weight: float = 1.0  # the weighted losses of all parts add up to the loss of the micro-batch
 
@@ -48,10 +48,10 @@ def synchronizing(accelerator: Accelerator, model: torch.nn.Module, is_last: boo
     state, sync_gradients = accelerator.gradient_state, accelerator.sync_gradients
     # DeepSpeed reads the flag below, and refuses `no_sync` in some stages. FSDP's `no_sync` keeps unsharded gradients
     is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-    keeps_whole = not (is_last or is_deepspeed or adds_up_shards(accelerator))
+    skips_sync = not (is_last or is_deepspeed or adds_up_shards(accelerator))
     state._set_sync_gradients(sync_gradients and is_last)
     try:
-        with accelerator.no_sync(model) if keeps_whole else nullcontext():
+        with accelerator.no_sync(model) if skips_sync else nullcontext():
             yield
     finally:
         state._set_sync_gradients(sync_gradients)
