@@ -130,7 +130,7 @@ class FlatBatch(HasTensors):
         """
         tokens, targets = ([np.asarray(row, dtype=np.int64) for row in lists] for lists in (rows, labels))
         # A row whose labels are not its own tokens shares nothing: one token would have to predict different ones
-        may_share = [bool(((y == IGNORE_INDEX) | (y == x)).all()) for x, y in zip(tokens, targets, strict=True)]
+        may_share = [((y == IGNORE_INDEX) | (y == x)).all() for x, y in zip(tokens, targets, strict=True)]
         # Rows are compared by these ids, in which an image placeholder stands for its feature
         ids = tokens if images is None else images.identities(tokens)
         filled = [r for r, row in enumerate(tokens) if len(row)]

@@ -7,6 +7,7 @@ else: what a recurrence carries from token to token.
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import partial, wraps
+from itertools import pairwise
 from math import prod
 from typing import Concatenate, ParamSpec, Self, TypeVar
 
@@ -14,11 +15,13 @@ import numpy as np
 import torch
 from torch.nn.functional import embedding_bag
 
-from .segments import Segments
+from .segments import Runs, Segments
 from .transfer import HasTensors, on_device
 
+# Outputs of attention and, if it returns them, its weights
+Attended = tuple[torch.Tensor, torch.Tensor | None]
 # Attention as transformers' layers call it: with a module, query, key, value and keyword arguments
-Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+Attention = Callable[..., Attended]
 Derived = TypeVar("Derived")
 Arguments = ParamSpec("Arguments")
 
@@ -151,18 +154,10 @@ class FlatLayout(HasTensors):
     @once_per_layout
     def chunked(self, size: int) -> "FlatLayout":
         """The layout for attention within chunks of `size` positions (Llama 4): segments are cut where chunks end."""
-        return FlatLayout.from_segments(_cut_at_chunks(self.segments, size)).to(self.device, non_blocking=True)
-
-
-def _cut_at_chunks(segments: Segments, size: int) -> Segments:
-    """Cut segments at positions that are multiples of `size`. Each result continues only tokens of its own chunk."""
-    parts: list[tuple[int, int, int]] = []  # length, parent and start of each
-    first_part: list[int] = []  # of each segment
-    for length, parent, start in zip(segments.lengths, segments.holders, segments.starts, strict=True):
-        first_part.append(len(parts))
-        ends = [*range((start // size + 1) * size, start + length, size), start + length]
-        for begin, end in zip([start, *ends], ends, strict=False):
-            within = begin % size
-            holder = first_part[parent] + (begin - 1) // size - segments.starts[parent] // size
-            parts.append((end - begin, holder if within else -1, within))
-    return Segments(*zip(*parts, strict=True))
+        lengths, paths = [], []
+        for i, (start, end) in enumerate(zip(self.segments.starts, self.segments.key_lengths, strict=True)):
+            for begin, stop in pairwise([start, *range((start // size + 1) * size, end, size), end]):
+                lengths.append(stop - begin)
+                paths.append(self.segments.path(i)[begin // size * size : stop])
+        runs = Runs.of(lengths, paths, self.segments.num_tokens)
+        return FlatLayout.from_segments(runs).to(self.device, non_blocking=True)

@@ -16,7 +16,7 @@ different token in each branch, so each branch owns a copy of it and every flat 
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import pairwise
 
@@ -84,19 +84,6 @@ class Segments:
     def __getstate__(self) -> dict:
         # Data loader workers send only the fields: the rest is cheap to derive again
         return {each.name: vars(self)[each.name] for each in fields(self)}
-
-    @cached_property
-    def holders(self) -> tuple[int, ...]:
-        """
-        `(N,)` ints: the segment that holds the token before each segment's first one, -1 for roots. This is the parent,
-        or an ancestor if the parent inherits that token, too.
-        """
-        holders = []
-        for parent, start in zip(self.parents, self.starts, strict=True):
-            while parent != -1 and self.starts[parent] >= start:  # the parent inherits that token
-                parent = self.parents[parent]
-            holders.append(parent)
-        return tuple(holders)
 
     @property
     def num_tokens(self) -> int:
@@ -188,6 +175,26 @@ class Segments:
         for path, start, length in zip(self._paths, self.starts, self.lengths, strict=True):
             mask[np.ix_(path[start:], path)] = np.tri(length, len(path), start, dtype=bool)
         return mask
+
+
+@dataclass(frozen=True)
+class Runs(Segments):
+    """
+    Parts of segments, with the keys that each reads: those of a slice, or of chunks. `_paths` are indices into the axis
+    of these keys, and `starts` counts the keys that each run reads before its own. `parents` is empty.
+    """
+
+    _paths: tuple[np.ndarray, ...] = field(default=(), compare=False)  # type: ignore[assignment]
+    num_keys: int = 0  # type: ignore[assignment]
+
+    def __post_init__(self):
+        """Nothing to validate: runs continue keys, not segments."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], paths: Sequence[np.ndarray], num_keys: int) -> "Runs":
+        """Runs of these lengths, each at the end of its path along an axis of `num_keys`."""
+        starts = (len(path) - length for path, length in zip(paths, lengths, strict=True))
+        return cls(tuple(lengths), (), tuple(starts), tuple(paths), num_keys)
 
 
 def common_prefix(one: np.ndarray, other: np.ndarray) -> int:

@@ -8,7 +8,7 @@ Shape legend: see [`~trl_paddingfree.flat.segments`]. Two rows that share three 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from .layout import FlatLayout, once_per_layout
-from .segments import Segments, something_to_compute
+from .segments import Runs, Segments, something_to_compute
 from .transfer import HasTensors
 
 # A cut moves to the end of a segment within an eighth of a slice: runs that begin there need no mask
@@ -109,21 +109,6 @@ def handed_on(layout: FlatLayout, cuts: tuple[int, ...], what: What) -> list[tup
 
 
 @dataclass(frozen=True)
-class SegmentSlice(Segments):
-    """
-    The runs of a slice: what it has of each segment. Their keys lie on one axis, first those that earlier slices kept,
-    then its own; `_paths` are indices into it. `starts` counts the keys that each run reads before its own. `parents`
-    is not read.
-    """
-
-    _paths: tuple[np.ndarray, ...] = field(default=(), compare=False)  # type: ignore[assignment]
-    num_keys: int = 0  # type: ignore[assignment]
-
-    def __post_init__(self):
-        """Nothing to validate: runs continue keys, not segments of this slice."""
-
-
-@dataclass(frozen=True)
 class Slice(HasTensors):
     """
     Contiguous tokens of a flat axis. In an empty slice, two tokens stand in and do not count, see
@@ -154,13 +139,13 @@ def slices_of(
     handed = handed_on(layout, cuts, window - 1)
     for view, inherited, kept in handed:
         reads = tuple(np.unique(np.searchsorted(cuts, inherited, "right") - 1).tolist())
+        # The keys that earlier slices kept, then its own
         axis = np.concatenate([*(handed[i][-1] for i in reads), np.asarray(view.span)])
         lengths = [run.length for run in view.runs]
         paths = [np.searchsorted(axis, run.reads(window - 1)) for run in view.runs]
         if with_reach:
             lengths, paths = [*lengths, 1], [*paths, np.array([len(axis)])]
-        starts = tuple(len(path) - length for path, length in zip(paths, lengths, strict=True))
-        own = SegmentSlice(tuple(lengths), (-1,) * len(lengths), starts, tuple(paths), len(axis) + with_reach)
+        own = Runs.of(lengths, paths, len(axis) + with_reach)
         keeps = None if len(kept) == own.num_tokens else torch.from_numpy(kept - view.span.start)
         made = FlatLayout.from_segments(own, None if blocks is None else np.append(blocks[axis], [-1] * with_reach))
         slices.append(Slice(view.span, made, reads, keeps))

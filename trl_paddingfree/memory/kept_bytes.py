@@ -9,6 +9,7 @@ uneven shares of the tokens, keep more than that: a single factor covers the lar
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,6 @@ from .saved_bytes import SavedBytes
 
 # Lengths of the rows that are counted: multiples of the chunk sizes of recurrent layers
 _SHORT, _MIDDLE, _LONG = 64, 128, 448
-# How TRL's trainers call the model
-_HEAD = {"fused_lm_head": True, "use_cache": False}
 # Below this share of all bytes, differences come from kernels that round sizes up
 _NEGLIGIBLE = 0.002
 
@@ -51,8 +50,7 @@ class KeptBytes:
 
     def of(self, layers: Sequence[int]) -> "KeptBytes":
         """The bytes of some of the layers."""
-        of_keys = self.of_keys[layers]
-        return replace(self, kept=self.kept[layers], recomputed=self.recomputed[layers], of_keys=of_keys)
+        return replace(self, kept=self.kept[layers], recomputed=self.recomputed[layers], of_keys=self.of_keys[layers])
 
 
 def _batches(model: PreTrainedModel, route: Route) -> tuple[list[FlatBatch], list[FlatBatch]]:
@@ -76,9 +74,9 @@ def _batches(model: PreTrainedModel, route: Route) -> tuple[list[FlatBatch], lis
     odd.append([prompt[:2] + row for first, at, second in forks for row in (first, first[:at] + second)])
     if state_layers(model) and route.states != "tree":  # their kernels pad no rows
         odd = []
-    unscored = [IGNORE_INDEX] * _MIDDLE + long[_MIDDLE:]
-    flat = [[FlatBatch.from_rows(rows, rows, prefix_sharing=route.prefix_sharing) for rows in of] for of in (even, odd)]
-    return [*flat[0], FlatBatch.from_rows([long], [unscored], prefix_sharing=route.prefix_sharing)], flat[1]
+    flatten = partial(FlatBatch.from_rows, prefix_sharing=route.prefix_sharing)
+    unscored = flatten([long], [[IGNORE_INDEX] * _MIDDLE + long[_MIDDLE:]])
+    return [*map(flatten, even, even), unscored], [*map(flatten, odd, odd)]
 
 
 def count_kept_bytes(
@@ -98,7 +96,7 @@ def count_kept_bytes(
     with them, the layers of the vision tower count, too. `arguments` are what else training passes to the model.
     """
     layers = recomputable_layers(model, bool(with_images))
-    device = device or next(model.parameters()).device
+    device = device or model.device
     group = FlatModel.group_of(model)
     even, odd = _batches(model, route)
     features, counts = [], []
@@ -107,7 +105,7 @@ def count_kept_bytes(
             counter = SavedBytes(model, layers)
             inputs = send_to_device(inputs, device)
             with counter.counting():
-                output = (model if call is None else call)(**inputs, **_HEAD, **arguments)
+                output = (model if call is None else call)(**inputs, fused_lm_head=True, use_cache=False, **arguments)
             batch = inputs["flat_batch"]
             scored = None if group is None else scored_sizes(batch, group.size)[group.rank]
             features.append(memory_features(batch, route, scored))

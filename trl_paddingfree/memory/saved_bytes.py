@@ -55,7 +55,7 @@ class SavedBytes:
         with ExitStack() as stack:
             for i, layer in enumerate(self.layers):
                 stack.enter_context(layer.register_forward_pre_hook(partial(self._enter, i), with_kwargs=True))
-                stack.enter_context(layer.register_forward_hook(lambda *_: self._leave()))
+                stack.enter_context(layer.register_forward_hook(self._leave))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _refuse))
             yield
 
@@ -70,7 +70,7 @@ class SavedBytes:
         self.inputs[layer] = sum(x.nbytes for x in args[:1])  # the hidden states
         self.gathered = {_Saved(tensor).pointer for tensor in module.parameters()}
 
-    def _leave(self) -> None:
+    def _leave(self, *_: object) -> None:
         self.current, self.gathered = -1, set()
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:

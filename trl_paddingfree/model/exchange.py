@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 from ..flat.layout import FlatLayout, GatherIndex, once_per_layout
 from ..flat.segments import something_to_compute
-from ..flat.slices import View, cut_by_number
+from ..flat.slices import cut_by_number, handed_on
 
 
 def slice_sizes(total: int, size: int) -> tuple[int, ...]:
     """How many of `total` tokens lie in each of `size` slices; with few tokens, some are 0."""
-    return tuple(last - first for first, last in pairwise(cut_by_number(total, size)))
+    return tuple(np.diff(cut_by_number(total, size)).tolist())
 
 
 def span_of(total: int, number: int, size: int) -> range:
@@ -103,7 +103,7 @@ class Halo:
         """What slice `number` of `size` sends and receives, for a convolution that reads `reach` tokens back."""
         total = layout.segments.num_tokens
         ends, span = cut_by_number(total, size), span_of(total, number, size)
-        wanted = [View.of(layout.segments, *ends[i : i + 2]).before(reach) for i in range(size)]
+        wanted = [reads for _, reads, _ in handed_on(layout, ends, reach)]
         to_send = [tokens[(tokens >= ends[number]) & (tokens < ends[number + 1])] - ends[number] for tokens in wanted]
         received = np.diff(np.searchsorted(wanted[number], ends)).tolist()
         rows = layout.gather_index(np.concatenate(to_send), len(span))

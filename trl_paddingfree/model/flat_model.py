@@ -54,8 +54,10 @@ class FlatModel:
     (True, 'segment')
     """
 
-    def __init__(self, model: PreTrainedModel, route: Route):
-        self.model, self.route = model, route  # without the wrappers of PEFT, DDP, FSDP, DeepSpeed and `torch.compile`
+    route: Route  # how it computes flat batches
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model  # without the wrappers of PEFT, DDP, FSDP, DeepSpeed and `torch.compile`
         self.forwards: list[Callable] = []  # those that ours replaced; several if TRL added a head later
         self.carries_state = carries_state(model)
         self.has_trained = False  # whether a flat batch was computed with gradients, see [`FlatModel.must_train`]
@@ -90,7 +92,7 @@ class FlatModel:
     @classmethod
     def install(cls, model: PreTrainedModel, route: Route) -> "FlatModel":
         """Make a model compute flat batches by `route`. Called again, it changes the route."""
-        flat = vars(model).get(ATTRIBUTE) or cls(model, route)
+        flat = vars(model).get(ATTRIBUTE) or cls(model)
         flat.route = route
         replaces_attention = route.backend in ATTENTION_BACKENDS
         attention = register_attention(route.previous, route.backend) if replaces_attention else route.previous

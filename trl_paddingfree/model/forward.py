@@ -235,13 +235,13 @@ def layout_arguments(flat_model: "FlatModel", batch: FlatBatch) -> Iterator[Inpu
 def flat_backbone(
     flat_model: "FlatModel",
     batch: FlatBatch,
-    for_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    for_head: Callable[[torch.Tensor], torch.Tensor] | None,
     calls_decoder: bool = False,
     swapped: Inputs | None = None,
 ) -> Iterator[list[BaseModelOutput]]:
     """
     Within this context, the model's backbone knows the layout and returns only what the head needs: `for_head` of the
-    hidden states `(1, T, H)`, or all of them if unset. Yields a list that collects what the backbones return.
+    hidden states `(1, T, H)`, or all of them if `None`. Yields a list that collects what the backbones return.
 
     Set `calls_decoder` if the model's own forward is called, which may call the decoder inside the backbone. `swapped`
     overrides arguments that the head passes to the backbone.

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from ..flat.batch import Inputs
 from ..flat.calls import AttentionCalls
-from ..flat.layout import Attention, FlatLayout, once_per_layout
+from ..flat.layout import Attended, Attention, FlatLayout, once_per_layout
 from ..flat.slices import Slice
 from .architecture import config_value
 
@@ -31,9 +31,13 @@ _HYBRID = {"hybrid": _FULL, "hybrid_sliding": _SLIDING}
 _CAUSAL_IN_FULL = ("gemma4_text",)
 # transformers' own arguments for the boundaries of a flat batch; our attention reads the layout instead
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+# Outputs of a recurrence and, if others continue it, its states
+Scanned = tuple[torch.Tensor, torch.Tensor | None]
+# Weights of a recurrence; `None` where a layer has none
+Weights = Sequence[torch.Tensor | None]
 # A recurrence over the whole tree, called with inputs and weights. With `cuts`, `number` and `carried`, runs slice
 # `number` from carried states. Returns outputs, and the states that later slices read
-Scan = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+Scan = Callable[..., Scanned]
 # The attention mask of a backbone: one for all layers, or one for each kind
 Masks = torch.Tensor | dict[str, "Masks"] | None
 
@@ -47,7 +51,7 @@ class OtherSlices(Protocol):
     def attend(
         self, attend: Attention, context: "PassContext", layer: torch.nn.Module, module: torch.nn.Module,
         *states: torch.Tensor, **kwargs: object,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    ) -> Attended:  # fmt: skip
         """
         Attention of this slice, computed by `attend` from `states` (query, key and value). `module` is the `layer` that
         calls it, or a copy with some of its heads.
@@ -62,9 +66,7 @@ class OtherSlices(Protocol):
         `size + 1` tokens reads, in flat order.
         """
 
-    def scan(
-        self, layout: FlatLayout, scan: Scan, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]
-    ) -> torch.Tensor:
+    def scan(self, layout: FlatLayout, scan: Scan, inputs: Sequence[torch.Tensor], weights: Weights) -> torch.Tensor:
         """
         The outputs `(1, t, H, ...)` of a `scan` for the slice. The first of its `inputs (1, t, heads, ...)` has all `H`
         heads of the state; others may have fewer, each shared by several of these. Its `weights` are `(H, ...)`.
@@ -126,7 +128,7 @@ class FlatMask(torch.Tensor):
         if per_token:
             total = context.layout.segments.num_tokens
             shape = (1, total if context.others is None else len(context.others.span(total)))
-        mask = torch.ones(shape, dtype=torch.bool, device=context.layout.cu_seqlens_q.device).as_subclass(cls)
+        mask = torch.ones(shape, dtype=torch.bool, device=context.layout.device).as_subclass(cls)
         mask.context = context
         return mask
 

@@ -123,8 +123,7 @@ def choose_route(
             "of segments in place of once for all: the more the lengths of a batch differ, the slower."
         )
     shares = prefix_sharing and not why_not_to_share(chosen, previous)
-    along_tree = any(map(can_go_along_tree, state_layers(model)))
-    return Route(chosen, previous, shares, "tree" if along_tree else "rows")
+    return Route(chosen, previous, shares, "tree" if any(map(can_go_along_tree, state_layers(model))) else "rows")
 
 
 def why_not_to_share(backend: BackendName, previous: str) -> str:
@@ -159,11 +158,13 @@ def why_not_in_slices(model: PreTrainedModel, route: Route, group: SequenceGroup
     """Why a model cannot compute a flat batch in slices, one after another; empty if it can."""
     if route.backend not in ATTENTION_BACKENDS:
         return f"its attention is computed by {route}, which takes no keys of earlier slices"
-    if carries_state(model) and (route.states != "tree" or repeats_prefixes(model)):
+    if not carries_state(model):
+        return ""
+    if route.states != "tree" or repeats_prefixes(model):
         return "it has layers that hand a state on from token to token, and do not go along the tree"
-    if carries_state(model) and architecture.rotary_limits(model.config.get_text_config()):
+    if architecture.rotary_limits(model.config.get_text_config()):
         return "it has layers that hand a state on from token to token, and frequencies that follow the longest row"
-    if carries_state(model) and group is not None:
+    if group is not None:
         return f"it has layers that hand a state on from token to token, and `sequence_parallel_size={group.size}`"
     return ""
 

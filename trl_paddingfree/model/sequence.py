@@ -27,7 +27,7 @@ from ..flat.layout import Attention, FlatLayout, Gather, once_per_layout
 from ..flat.segments import something_to_compute
 from .architecture import rotary_limits
 from .exchange import Exchanged, Gathered, Halo, head_shares, of_heads, slice_sizes, span_of
-from .masks import PassContext, Scan
+from .masks import PassContext, Scan, Weights
 from .restored import random_state_restored
 
 
@@ -52,8 +52,8 @@ def spans_of(total: int, number: int, size: int, cuts: tuple[int, ...] = ()) -> 
 
 def owners_of(total: int, size: int, cuts: tuple[int, ...] = ()) -> np.ndarray:
     """`(T,)` int64: which of `size` processes computes each flat token."""
-    sizes = [slice_sizes(stop - start, size) for start, stop in pairwise(cuts or (0, total))]
-    return np.concatenate([np.repeat(np.arange(size), of_slice) for of_slice in sizes])
+    spans = pairwise(cuts or (0, total))
+    return np.concatenate([np.repeat(np.arange(size), slice_sizes(stop - start, size)) for start, stop in spans])
 
 
 @once_per_layout
@@ -169,9 +169,7 @@ class SequenceGroup:
         before = Exchanged.apply(Gather.apply(states, halo.rows).flatten(), sent, got, self.group)
         return torch.cat([states, before.view(-1, states.size(1))])
 
-    def scan(
-        self, layout: FlatLayout, scan: Scan, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]
-    ) -> torch.Tensor:
+    def scan(self, layout: FlatLayout, scan: Scan, inputs: Sequence[torch.Tensor], weights: Weights) -> torch.Tensor:
         """As in attention: scan all tokens, along the whole tree, for the heads of this process."""
         num_heads = inputs[0].size(2)
         whole, heads = self._to_heads([x.squeeze(0) for x in inputs], layout.segments.num_tokens)
@@ -264,16 +262,12 @@ class SequenceGroup:
         self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], batch: FlatBatch
     ) -> list[torch.Tensor]:
         """Gradients as engines average them, from a slice's: of embeddings, now `(1, T, D)`, and of weights."""
-        first, *others = [x.new_zeros(x.shape) if y is None else y for x, y in zip(tensors, gradients, strict=True)]
+        filled = [x.new_zeros(x.shape) if y is None else y for x, y in zip(tensors, gradients, strict=True)]
+        first, *sums = (gradient.contiguous() for gradient in filled)
         embedded = self.gather_tokens(first.squeeze(0), batch)[None]
-        return [gradient / self.size for gradient in (embedded, *self.summed(others))]
-
-    def summed(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Each gradient summed over the group."""
-        sums = [gradient.contiguous() for gradient in gradients]
         for gradient in sums:
             dist.all_reduce(gradient, group=self.group)
-        return sums
+        return [gradient / self.size for gradient in (embedded, *sums)]
 
     def largest(self, values: Sequence[int] | np.ndarray) -> np.ndarray:
         """The element-wise maximum of `values` over the group, in their dtype. Only the hosts take part."""

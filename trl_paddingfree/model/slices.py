@@ -21,11 +21,11 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..flat.batch import FlatBatch, Inputs
-from ..flat.layout import Attention, FlatLayout
+from ..flat.layout import Attended, Attention, FlatLayout
 from ..flat.segments import something_to_compute
 from ..flat.slices import NO_WINDOW, Slice, What, handed_on, slices_of
 from .architecture import by_name, checkpointing_layers, decoder_of, rotary_reach
-from .masks import FlatMask, PassContext, Scan
+from .masks import FlatMask, PassContext, Scan, Weights
 from .restored import attributes_set
 from .sequence import SequenceGroup, spans_of
 
@@ -54,7 +54,7 @@ class Carry:
     def attend(
         self, attend: Attention, context: PassContext, layer: torch.nn.Module, module: torch.nn.Module,
         *states: torch.Tensor, **kwargs: object,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    ) -> Attended:  # fmt: skip
         """Attention over the keys of earlier slices, then its own. Every slice makes its calls in the same order."""
         own_slice, places = context.own_slice, self.places.setdefault(layer, [])
         assert own_slice is not None
@@ -89,9 +89,7 @@ class Carry:
         self.kept.append(states.index_select(0, layout.tensor(kept - self.cuts[self.number])))
         return torch.cat([states, *earlier])
 
-    def scan(
-        self, layout: FlatLayout, scan: Scan, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]
-    ) -> torch.Tensor:
+    def scan(self, layout: FlatLayout, scan: Scan, inputs: Sequence[torch.Tensor], weights: Weights) -> torch.Tensor:
         """Scan the slice from the final states of earlier ones."""
         earlier, place = self._read(layout, "states"), len(self.kept)
         self.kept.append(inputs[0].new_zeros(0))  # reserves the place: layers within the scan append later
@@ -155,9 +153,8 @@ def _decoder_in_slices(
 
     def compute(number: int, on_devices: Tensors, *earlier: Tensors) -> tuple[BaseModelOutput, Tensors]:
         carry = Carry(cuts, number, earlier, reach is not None)
-        own_total = batch.input_ids.size(1)  # tokens of this process
-        where = spans[number], own_total, reach
-        own = {name: recursively_apply(_of_slice, value, name, *where) for name, value in kwargs.items()}
+        span, total = spans[number], batch.input_ids.size(1)  # tokens of this process
+        own = {name: recursively_apply(_of_slice, value, name, span, total, reach) for name, value in kwargs.items()}
         if visual is not None:
             own[_DEEPSTACK] = [x[visual[number] : visual[number + 1]] for x in kwargs[_DEEPSTACK]]
         # Masks keep the layout of the whole, of which layers take what they need
@@ -166,7 +163,7 @@ def _decoder_in_slices(
         # whole, so its layers are not; and NEFTune's noise shrinks with the length of the axis
         settings: list[tuple[object, str, object]] = [(layer, "gradient_checkpointing", False) for layer in layers]
         if noise is not None:
-            share = (len(spans[number]) + carry.with_reach) / own_total
+            share = (len(span) + carry.with_reach) / total
             settings.append((embeddings, NOISE, noise * math.sqrt(share)))
         with attributes_set(settings):
             try:

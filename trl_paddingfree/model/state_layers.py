@@ -18,6 +18,7 @@ from math import prod
 from typing import Any, TypeGuard
 
 import torch
+from accelerate.utils import recursively_apply
 from transformers import PreTrainedModel
 
 from .. import upstream
@@ -221,9 +222,8 @@ def is_layout(value: object) -> TypeGuard[FlatMask]:
 def _along_tree(layer: torch.nn.Module, state: StateForward, mask: FlatMask, args: tuple, kwargs: Inputs) -> object:
     """Call a layer on flat tokens, without a mask, with functions that go along the tree."""
     functions = tree_functions(mask.context, upstream.state_functions(state.forward), state.kernels)
-    without = [None if is_layout(value) else value for value in args]
-    named = {name: None if is_layout(value) else value for name, value in kwargs.items()}
-    return with_functions(state.forward, functions)(*without, **named)
+    args, kwargs = recursively_apply(lambda mask: None, (args, kwargs), test_type=is_layout)
+    return with_functions(state.forward, functions)(*args, **kwargs)
 
 
 def _on_rows(layer: torch.nn.Module, state: StateForward, mask: FlatMask, args: tuple, kwargs: Inputs) -> object:

@@ -20,10 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ..flat.layout import FlatLayout, Gather
 from ..flat.pieces import Context, PieceCall, Pieces
-from .masks import PassContext
+from .masks import PassContext, Scanned, Weights
 
-# Results of a call for some pieces: their outputs and, if others continue them, their final states
-Step = tuple[torch.Tensor, torch.Tensor | None]
 # The fixed cost in plain PyTorch of a step along all rows of a call, in units of one row's work. One row keeps a CPU
 # busy (measured: 0 to 1, hence a half); not even dozens keep a GPU busy, as the host launches small kernels too slowly
 _STEP_COST, _STEP_COST_OF_GPUS = 0.5, 64.0
@@ -92,7 +90,7 @@ def _delta_rule(
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """A (gated) delta rule of `(1, T, H, D)`. Padding with zeros changes no state: neither decay nor update."""
 
-    def call(group, parts, state, goes_on) -> Step:
+    def call(group, parts, state, goes_on) -> Scanned:
         value, g, beta, query, key = parts
         chunks = {"cu_seqlens": group.boundaries} if has_kernel else {"chunk_size": _even_chunk(group)}
         options = {**kwargs, **chunks, "initial_state": state, "output_final_state": goes_on}
@@ -110,7 +108,7 @@ def _chunk_scan(
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
 
-    def call(A, D, group, parts, state, goes_on) -> Step:
+    def call(A, D, group, parts, state, goes_on) -> Scanned:
         states, dt, B, C = parts
         chunks = {} if has_kernel else {"chunk_size": _even_chunk(group)}
         options = {**kwargs, **chunks, "D": D, "initial_states": state, "return_final_states": goes_on}
@@ -130,7 +128,7 @@ def _selective_scan(
     the contribution of that state to the outputs, decayed by all time steps so far, is added here.
     """
 
-    def call(A, D, delta_bias, group, parts, state, goes_on) -> Step:
+    def call(A, D, delta_bias, group, parts, state, goes_on) -> Scanned:
         scan = partial(function, D=D, delta_bias=delta_bias, **kwargs)
         states, dt, B, C = (part.flatten(2).transpose(1, 2) for part in parts)
         if goes_on and has_kernel:
@@ -194,7 +192,7 @@ def _even_chunk(group: PieceCall) -> int:
 
 
 def _scan(
-    context: PassContext, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None],
+    context: PassContext, inputs: Sequence[torch.Tensor], weights: Weights,
     call: Callable, joins_pieces: bool = False, no_step: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
     """
@@ -213,9 +211,9 @@ def _scan(
 
 def _by_levels(
     layout: FlatLayout, call: Callable, joins_pieces: bool, no_step: float, inputs: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor | None], cuts: tuple[int, ...] = (), number: int = 0,
+    weights: Weights, cuts: tuple[int, ...] = (), number: int = 0,
     carried: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+) -> Scanned:  # fmt: skip
     """
     The [`~trl_paddingfree.model.masks.Scan`] that starts each piece from the last state of its parent, or from one
     `carried` over from an earlier slice. Returns outputs, and the states that later slices read.
