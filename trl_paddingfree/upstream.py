@@ -251,11 +251,13 @@ def lm_head_tile() -> tuple[int, int]:
 def apply_liger(model: torch.nn.Module, args: TrainingArguments) -> None:
     """
     Apply Liger's kernels to a model if `args` ask for them. transformers does so when training starts, which is after
-    the model has been proven and measured. Doing it twice changes nothing.
+    the model has been proven and measured. Doing it twice changes nothing, but for a forward of Liger's own, which
+    would drop the flat one: TRL leaves it out in most trainers, and in distillation its loss has no use for it.
     """
     if args.use_liger_kernel:
         from transformers.integrations import liger
 
+        args.liger_kernel_config = {**(args.liger_kernel_config or {}), "fused_linear_cross_entropy": False}
         liger.apply_liger_kernel(model, args.liger_kernel_config)
 
 

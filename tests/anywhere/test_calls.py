@@ -169,6 +169,7 @@ def calls_of_other_kinds() -> dict[str, tuple[dict, str]]:
         "gaps": ({**given, "attention_mask": mask.index_fill(1, torch.tensor([3]), 0)}, "between the tokens"),
         "embeddings": ({"inputs_embeds": torch.ones(5, 20, 32), "attention_mask": mask}, "embeddings"),
         "one token": ({"input_ids": ids[:, :1]}, "one token"),
+        "both ways": ({**given, "is_causal": False}, "is_causal"),
         "boundaries": ({**given, "cu_seq_lens_q": torch.tensor([0, 20])}, "`cu_seq_lens_q`"),
         "scored padding": ({**given, "labels": labels.masked_fill(mask == 0, 7)}, "where padding would be scored"),
     }

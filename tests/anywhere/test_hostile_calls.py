@@ -15,6 +15,7 @@ from tests.anywhere.test_calls import (
     assert_same_gradients,
     assert_same_logits,
     assert_same_loss,
+    both,
     counts_of,
     rows,
     unlabelled,
@@ -101,6 +102,28 @@ def test_columns_that_a_tensor_picks_are_computed_as_before_beside_padding_on_th
         logits[1].sum().backward()
 
 
+def test_a_loss_beside_labels_that_scores_what_padding_predicts_is_an_error():
+    _, ours, given = on_the_left()
+    output = ours(**rows("left"))
+    output.loss.backward(retain_graph=True)
+    with pytest.raises(ValueError, match="The loss scores the first token of a row with padding on its left"):
+        all_scored(output.logits, *given.values()).backward()
+    assert FlatModel.of(ours).padded.scores_first is None  # labels say nothing of losses that read logits
+
+
+def test_padding_on_the_left_is_left_to_models_that_compute_it_into_their_states():
+    model, ours = both("recurrent_gemma")
+    given = rows("left")
+    assert torch.equal(*(each(**given).logits for each in (model, ours)))
+    assert "padding on the left" in said_of(ours)
+
+
+def test_windows_that_were_changed_for_masks_alone_are_those_of_masks():
+    model = make_model("gemma3_text", sliding_window=512)
+    model.config.sliding_window = 1024
+    assert_same_logits(model, padding_free(copy.deepcopy(model)), unlabelled(width=700))
+
+
 def test_a_loss_of_zero_does_not_say_what_is_read():
     model, ours, given = on_the_left()
     (ours(**given).logits * 0).sum().backward()
@@ -156,7 +179,7 @@ def test_a_loss_that_counts_padding_is_that_of_padded_rows():
             return output
 
     model.__class__ = Head
-    ours = padding_free(copy.deepcopy(model))
+    ours = padding_free(padding_free(copy.deepcopy(model)))  # again: nothing is found with what was found before
     given = rows("right")
     assert torch.equal(ours(**given).loss, model(**given).loss)
     assert "given `labels`" in said_of(ours)

@@ -233,6 +233,7 @@ PLANTED = {
         "no boundaries": (tiny, leaky),
         "with more than 4 documents": (tiny, when(many, leaky)),
         "with an odd number of documents": (tiny, when(lambda model, rows: len(rows) % 2, leaky)),
+        "of one token": (tiny, when(lambda model, rows: 1 in lengths(rows), leaky)),
         "above 1,024 tokens": (tiny, when(longer, leaky)),
         "above 1,024 tokens in training": (tiny, when(in_training, when(longer, leaky))),
         "from position 1,000 on": (tiny, masked(lambda mask, rows: mask | (places(rows) >= 1000)[:, None])),

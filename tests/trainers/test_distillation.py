@@ -91,6 +91,12 @@ def test_the_check_differentiates_the_student_only(data, monkeypatch):
     assert all(p.requires_grad for p in trainer.teacher_model.parameters())  # which does not say that it trains
 
 
+def test_a_teacher_may_be_an_engine_whose_eval_returns_nothing(data, monkeypatch):
+    trainer = made(data)
+    monkeypatch.setattr(trainer.teacher_model, "eval", lambda: None)  # DeepSpeed's
+    trainer.train()
+
+
 # --- Budgets ---------------------------------------------------------------------------------------------------------
 
 

@@ -39,12 +39,11 @@ def test_a_model_is_proven_beside_rows_where_it_has_trained_before(data, monkeyp
     assert not flattened.called
 
 
-def test_a_forward_that_another_trainer_has_replaced_is_named(data):
-    trainer = make_trainer("grpo", "shared", **plain(), train_dataset=data)
+@pytest.mark.parametrize("task", ["grpo", "distillation"])
+def test_a_forward_that_another_trainer_has_replaced_is_named(data, task):
+    trainer = make_trainer(task, "shared", **arguments(task, False), train_dataset=data)
     add_fused_lm_head(trainer.model)  # as TRL's trainers do when they are made
-    with pytest.raises(
-        RuntimeError, match="Another trainer has replaced the forward of LlamaForCausalLM since this Pad"
-    ):
+    with pytest.raises(RuntimeError, match="The forward of LlamaForCausalLM was replaced since this Pad"):
         trainer.train()
 
 

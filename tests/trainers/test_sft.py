@@ -6,12 +6,13 @@ import os
 import pytest
 import torch
 from datasets import Dataset
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from tests import runs
 from tests.helpers.architectures import is_older, tiny_model
 from tests.helpers.flat_and_padded import flat_model
-from tests.helpers.tiny import conversations, make_model, prompt_completions, saved
-from tests.runs import TOLERANCE, run
+from tests.helpers.tiny import arguments, conversations, make_model, prompt_completions, saved
+from tests.runs import TOLERANCE, make_trainer, run
 from tests.trainers.test_as_padded import language_modeling
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.data.collate import LanguageModelingCollator
@@ -181,3 +182,22 @@ def test_batches_are_not_cut_along_their_first_dimension(model_dir):
     batch = next(iter(trainer.get_train_dataloader()))
     assert isinstance(next(iter(batch.values())), torch.Tensor)  # what accelerate reads the batch size from
     assert isinstance(batch["flat_batch"], FlatBatch)
+
+
+def test_what_a_formatting_function_reads_needs_no_roles():
+    """TRL reads what it returns, and nothing else."""
+    data = Dataset.from_list([{"messages": [{"from": "human", "value": "one two three"}]}] * 4)
+    options = {"formatting_func": lambda row: row["messages"][0]["value"], "steps": 1}
+    run("sft", "ours", **arguments("sft"), train_dataset=data, **options)
+
+
+def test_positions_of_documents_in_rows_that_are_not_cut_are_refused():
+    collator = DataCollatorForLanguageModeling(0, return_position_ids=True)
+    with pytest.raises(ValueError, match="`return_position_ids=True` numbers documents"):
+        make_trainer("sft", "ours", **arguments("sft"), train_dataset=conversations(4, SEED), data_collator=collator)
+
+
+def test_a_loss_that_one_process_logs_waits_for_no_other():
+    trainer = make_trainer("sft", "ours", **arguments("sft"), train_dataset=conversations(4, SEED))
+    trainer.log({"loss": 1.0})
+    assert not any(name.startswith("flat") for name in trainer.state.log_history[-1])

@@ -165,7 +165,8 @@ class _CallWithRows:
         Exclude kinds of calls that the model itself answers differently: rows with padding on the left, router losses
         that count padding, and heads that are given labels.
         """
-        pooled, config = is_pooled(self.base), self.base.config.get_text_config()
+        calls, pooled, config = self.calls, is_pooled(self.base), self.base.config.get_text_config()
+        calls.with_left_padding = calls.with_routers = calls.with_labels = True  # whatever an earlier check has found
         rows, half_digits = check_rows(config.vocab_size, draw=0), rounding_unit(self.base) ** 0.5
         right = row_inputs(self.base, rows)
         columns, lengths = torch.arange(right["input_ids"].size(1)), torch.tensor(list(map(len, rows)))[:, None]
@@ -175,19 +176,20 @@ class _CallWithRows:
             mask = left["attention_mask"].bool()
             has_context = mask & torch.nn.functional.pad(mask, (1, -1))
             left["labels"] = left["labels"].masked_fill(~has_context, IGNORE_INDEX)
-        flat, padded = (vars(x)["logits" if pooled else "log_probs"].double() for x in self.both(left))
-        self.calls.with_left_padding = root_mean_square(flat - padded) <= tolerance
+            # Any token may pad: that of the model may have an embedding of zero
+            left["input_ids"] = left["input_ids"].masked_fill(~mask, int(rows[0][0]))
+        with torch.enable_grad():  # without gradients, such calls are not computed flat
+            flat, padded = (vars(x)["logits" if pooled else "log_probs"].detach().double() for x in self.both(left))
+        calls.with_left_padding = root_mean_square(flat - padded) <= tolerance
         if architecture.config_value(config, "output_router_logits") is not None:
             # Far more padding than tokens: a router loss that counts padding differs by more than rounding
             wide = {**row_inputs(self.base, rows, 4 * len(columns)), "output_router_logits": True}
             flat, padded = (x.output.get("aux_loss") for x in self.both(wide))
-            self.calls.with_routers = flat is None or relative_error(flat, padded) <= half_digits
+            calls.with_routers = flat is None or relative_error(flat, padded) <= half_digits
         if not pooled and "labels" in inspect.signature(self.base.forward).parameters:
-            found = []
-            for each in self.both(right, with_labels=True):
-                loss = each.output.get("loss", torch.zeros(())).to(each.log_probs)
-                found.append(torch.cat([each.log_probs.flatten(), loss.flatten()]))
-            self.calls.with_labels = relative_error(*found) <= HALF_DIGITS_FACTOR * half_digits
+            answers = self.both(right, with_labels=True)  # of losses, each by itself: they are small beside the others
+            flat, padded = ((x.log_probs, x.output.get("loss", torch.zeros(()))) for x in answers)
+            calls.with_labels = max(map(relative_error, flat, padded)) <= HALF_DIGITS_FACTOR * half_digits
 
 
 def log_probs_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -47,23 +47,28 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
 
 
 def set_where(
-    modules: Iterable[torch.nn.Module], is_meant: Callable[[object, str, object], bool], value: float
+    modules: Iterable[torch.nn.Module],
+    is_meant: Callable[[object, str, object], bool],
+    value: Callable[[object], float],
 ) -> AbstractContextManager[None]:
     """
-    Within this context, attributes of modules and of their configurations are set to `value`: those for which
-    `is_meant(holder, name, x)` is true, where `x` is what they hold.
+    Within this context, attributes of modules and of their configurations are set to `value(x)`, where `x` is what
+    they hold: those for which `is_meant(holder, name, x)` is true.
     """
     modules = [*modules]
     models = [module for module in modules if isinstance(module, PreTrainedModel)]
     configs = [config for module in models for config in (module.config, module.config.get_text_config())]
     holders = {id(holder): holder for holder in (*configs, *modules)}.values()
     return attributes_set(
-        (holder, name, value) for holder in holders for name, x in vars(holder).items() if is_meant(holder, name, x)
+        (holder, name, value(x)) for holder in holders for name, x in vars(holder).items() if is_meant(holder, name, x)
     )
 
 
 def narrowed(model: torch.nn.Module) -> AbstractContextManager[None]:
-    """Within this context, sliding windows and chunks are shorter than the rows that are tried."""
+    """
+    Within this context, sliding windows and chunks are shorter than the rows that are tried. Different ones stay so:
+    what attention reads from a layer may no longer be what masks read from the configuration.
+    """
 
     def is_wide(holder: object, name: str, value: object) -> bool:
         if not isinstance(value, int) or value <= _NARROW:
@@ -71,7 +76,8 @@ def narrowed(model: torch.nn.Module) -> AbstractContextManager[None]:
         other_names = holder.attribute_map if isinstance(holder, PreTrainedConfig) else {}
         return name in (*LIMITS, *(other_names.get(limit) for limit in LIMITS))
 
-    return set_where(model.modules(), is_wide, _NARROW)
+    widths = dict[object, int]()
+    return set_where(model.modules(), is_wide, lambda x: _NARROW + widths.setdefault(x, len(widths)))
 
 
 @contextmanager
@@ -135,7 +141,7 @@ def row_inputs(model: PreTrainedModel, rows: Rows, width: int = 0, prefix_sharin
 
 def largest_difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     """The largest root mean square difference between the answers to a row and those expected, in nats."""
-    return max(root_mean_square(a - b) for a, b in zip(found, expected, strict=True))
+    return max(root_mean_square(a - b) for a, b in zip(found, expected, strict=True) if len(a))
 
 
 class RowsAlone:

@@ -181,7 +181,7 @@ def without_dropout(modules: Sequence[torch.nn.Module]) -> AbstractContextManage
         drops = "drop" in name or (name == "p" and "Dropout" in type(holder).__name__)
         return (drops and isinstance(value, float) and value > 0) or (name == "neftune_noise_alpha" and bool(value))
 
-    return set_where(modules, is_rate, 0.0)
+    return set_where(modules, is_rate, lambda _: 0.0)
 
 
 @contextmanager

@@ -35,8 +35,13 @@ def first_examples(dataset: AnyDataset, columns: Collection[str] | None = None) 
 
 
 def prompt_in_messages(example: Example) -> Example:
-    """The conversation that TRL makes from a prompt and its images."""
-    prompt = example["prompt"]
+    """
+    The conversation that TRL makes from a prompt and its images.
+
+    >>> prompt_in_messages({"environment": "chess"})["messages"][0]["role"]
+    'user'
+    """
+    prompt = example.get("prompt", "")  # environments may bring their own
     is_text = isinstance(prompt, str)  # TRL adds images to conversations only
     messages = [{"role": "user", "content": prompt}] if is_text else prompt
     return {"images": [], "messages": prepare_multimodal_messages(messages, [] if is_text else _in_columns(example))}

@@ -103,7 +103,7 @@ class PaddedCalls(PaddedRows):
             else:
                 with self.aside() if batch is None else attributes_set([(self, "of_head", (inputs, batch))]):
                     outputs = forward(*args, **kwargs)
-            return self._watched(outputs, places)
+            return self._watched(outputs, places, batch is not None)
 
     def of_backbone(self, forward: Callable, args: tuple, kwargs: Inputs) -> object:
         """Answer a call of the backbone, whose own forward is `forward`."""
@@ -115,9 +115,9 @@ class PaddedCalls(PaddedRows):
             with self._computing(batch), layout_arguments(self.flat, self.flat.begin_pass(batch)) as arguments:
                 outputs = forward(**{**_without_rows(inputs), **flat_inputs(self.flat, batch), **arguments})
         if isinstance(outputs, tuple):  # asked for by `return_dict=False`
-            return self._watched(self._in_rows(batch, "tuple", outputs), places)
+            return self._watched(self._in_rows(batch, "tuple", outputs), places, True)
         values = {name: self._in_rows(batch, name, value) for name, value in outputs.items()}
-        return self._watched(type(outputs)(**values), places)
+        return self._watched(type(outputs)(**values), places, True)
 
     def _handed_on(self, inputs: Inputs) -> tuple[FlatBatch | None, Places | None]:
         """The flat batch of a backbone's call within that of a head, which may have changed the rows it passes on."""
@@ -146,22 +146,24 @@ class PaddedCalls(PaddedRows):
             )
             raise
 
-    def _watched(self, outputs: Any, places: Places | None) -> object:
+    def _watched(self, outputs: Any, places: Places | None, is_flat: bool = False) -> object:
         """Have the backward pass check if the loss reads `outputs` at `places`, where padding predicts first tokens."""
-        # The first output is logits or hidden states, as such a call has no labels
-        if places is not None and outputs[0].requires_grad:
-            outputs[0].register_hook(partial(self._see, places))
+        values = outputs if isinstance(outputs, tuple) else outputs.to_tuple()
+        # Logits or hidden states: losses come before them, and have no tokens
+        states = next((x for x in values if isinstance(x, torch.Tensor) and x.ndim > 2), None)
+        if places is not None and states is not None and states.requires_grad:
+            states.register_hook(partial(self._see, places, is_flat))
         return outputs
 
-    def _see(self, places: Places, gradient: torch.Tensor) -> None:
+    def _see(self, places: Places, is_flat: bool, gradient: torch.Tensor) -> None:
         scores_first, is_read = torch.stack([gradient[places].any(), gradient.any()]).tolist()
-        if scores_first and self.scores_first is False:
+        if scores_first and is_flat:
             raise ValueError(
                 "The loss scores the first token of a row with padding on its left, which padding predicts, and "
-                "earlier losses did not: `padding_free` has computed nothing there. Pad on the right, leave first "
-                "tokens out, or call the model within `FlatModel.of(model).padded.aside()`."
+                "earlier losses, or labels, did not: `padding_free` has computed nothing there. Pad on the right, "
+                "leave first tokens out, or call the model within `FlatModel.of(model).padded.aside()`."
             )
-        if is_read:  # a gradient of zeros says nothing
+        if is_read and not is_flat:  # a gradient of zeros says nothing, and neither does that of labels
             self.scores_first = scores_first
 
     def _in_rows(self, batch: FlatBatch, name: str, value: object) -> object:

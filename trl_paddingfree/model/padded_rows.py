@@ -50,6 +50,8 @@ class PaddedRows:
             return "without gradients it makes a cache; where none is needed, set `model.config.use_cache = False`"
         if rows.size(1) == 1:
             return "its rows have one token"
+        if inputs.get("is_causal", vars(self.flat.model.config.get_text_config()).get("is_causal")) is False:
+            return "`is_causal=False` has tokens see those that follow"
         if wanted := [name for name in _OUTPUTS if self._wants(inputs, name)]:
             return f"`{wanted[0]}` asks for values of all layers"
         if not self.with_routers and self._wants(inputs, "output_router_logits"):
@@ -91,8 +93,8 @@ class PaddedRows:
             return "its `position_ids` start again or leave some out, as in packed rows", None
         if reason := self._why_padding_counts(ids, real, values):
             return reason, None
-        places = None if {"labels", "shift_labels"} & values.keys() else self._first_predictions(inputs, real)
-        if places and (self.scores_first is not False or not torch.is_grad_enabled()):
+        places, has_labels = self._first_predictions(inputs, real), {"labels", "shift_labels"} & values.keys()
+        if places and not has_labels and (self.scores_first is not False or not torch.is_grad_enabled()):
             reason = (
                 "it has padding on the left, and its loss may score the first token of a row, which padding predicts: "
                 "give the model `labels` or `logits_to_keep`, or have a backward pass show that no loss does"

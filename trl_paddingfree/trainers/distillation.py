@@ -12,7 +12,6 @@ from .. import upstream
 from ..flat.batch import IGNORE_INDEX
 from ..images.cuts import IMAGE_ARGUMENTS
 from ..memory.needs import HeadBytes, fused_head
-from ..model.flat_model import FlatModel
 from .configs import Arguments, PaddingFreeDistillationConfig
 from .online import PROMPTS, OnlineTrainer
 from .runtime import when_flat
@@ -84,12 +83,13 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
         batch = self.flatten(host_ids, host_mask, labels, self.images_of(inputs)).to(ids.device, non_blocking=True)
         pixels = {name: inputs[name] for name in IMAGE_ARGUMENTS if inputs.get(name) is not None}
         self._states = cache(
-            lambda model, has_gradients: FlatModel.of(model).hidden_states(batch, scored[:, 1:] > 0, **pixels)  # type: ignore[union-attr]
+            lambda model, has_gradients: self.flat_of(model).hidden_states(batch, scored[:, 1:] > 0, **pixels)
         )
         ones = ids.new_ones(1, int(scored.sum()))
         no_prompt = ones[:, :0]
         row = {"prompt_ids": no_prompt, "prompt_mask": no_prompt, "completion_ids": ones, "completion_mask": ones}
-        teacher = self.accelerator.unwrap_model(self.teacher_model.eval())
+        self.teacher_model.eval()  # DeepSpeed's engine returns nothing
+        teacher = self.accelerator.unwrap_model(self.teacher_model)
         try:
             with torch.no_grad():
                 call = self._forward_redirection

@@ -81,13 +81,15 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
     @when_flat
     def _compute_kl_logps(self, model, batch):
         # TRL passes `flat_batch` to the model with the mismatched rows, too, which need their own
-        if self.calculate_KL:
+        if self.calculate_KL and "flat_batch" in batch:
             batch = {**batch, "flat_batch": batch["flat_batch"].companion}
         return super()._compute_kl_logps(model, batch)
 
     @when_flat
     def compute_ref_log_probs(self, model, inputs):
         self.flat.prove(self, model)
+        if "flat_batch" not in inputs:  # from a data loader of the user's
+            return super().compute_ref_log_probs(model, inputs)
         # Here, TRL calls the model without a `flat_batch`, on the matched rows and then on the mismatched ones
         batch = self.scheduled(inputs)["flat_batch"]
         batches = iter((batch, batch.companion))

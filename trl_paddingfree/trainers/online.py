@@ -158,15 +158,19 @@ class OnlineTrainer(FlatTrainer):
                 passes.enter_context(flat_model.flattening(self.flatten))
             return super().compute_loss(*args, **kwargs)
 
+    def flat_of(self, model: torch.nn.Module) -> FlatModel:
+        """The [`~trl_paddingfree.FlatModel`] of a model that a pass of TRL's is about to call."""
+        if (flat_model := FlatModel.of(model)) is None:
+            raise RuntimeError(
+                f"The forward of {type(self.flat_base(model)).__name__} was replaced since this {type(self).__name__} "
+                "was made, for example by another trainer: make it again."
+            )
+        return flat_model
+
     @when_flat
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         self.flat.prove(self, model)
-        if (flat_model := FlatModel.of(model)) is None:
-            raise RuntimeError(
-                f"Another trainer has replaced the forward of {type(self.flat_base(model)).__name__} since this "
-                f"{type(self).__name__} was made: make it again."
-            )
-        with flat_model.flattening(partial(self.flatten, images=self.images_of(kwargs))):
+        with self.flat_of(model).flattening(partial(self.flatten, images=self.images_of(kwargs))):
             return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)  # type: ignore[misc]
 
     @when_flat

@@ -38,7 +38,8 @@ def refuse_unflattenable(arguments: Arguments, collator: type) -> None:
     for name, dataset in given_datasets(arguments):
         if isinstance(dataset, Dataset) and not len(dataset):
             raise ValueError(f"The {name} data has no rows. Look at what selected them, or pass other data.")
-        refuse_misspelt_roles(dataset, name)
+        if arguments.get("formatting_func") is None:  # it reads what it likes
+            refuse_misspelt_roles(dataset, name)
         if isinstance(config, SFTConfig):
             refuse_bad_tokens(dataset, name)
     if arguments.get("data_collator") is None:

@@ -60,6 +60,8 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
         collator = super()._flat_collator()
         if not isinstance(collator, LanguageModelingCollator):
             return collator
+        if collator.return_position_ids and not self.data_collator.padding_free:
+            raise ValueError("`return_position_ids=True` numbers documents within rows that are not cut: leave it out.")
         return replace(collator, cuts_packed=self.data_collator.padding_free)  # TRL sets it if it packs
 
     @property
@@ -99,8 +101,8 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
 
     @when_flat
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
-        refuse_bad_messages(dataset, dataset_name)
         if formatting_func is None:
+            refuse_bad_messages(dataset, dataset_name)
             refuse_unread_instructions(dataset, dataset_name, args.dataset_text_field)
         prepared = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         if not packing:
