@@ -110,7 +110,7 @@ def training_needs(config: PreTrainedConfig, tuning: str, num_references: int, a
     layers = recomputable_layers(model)
     parameters = [p for i in which for p in layers[i].parameters()]
     own = sum(p.numel() for p in parameters if is_full or not p.requires_grad)
-    adapters = sum(p.numel() * p.element_size() for p in parameters if not is_full and p.requires_grad)
+    adapters = sum(p.nbytes for p in parameters if not is_full and p.requires_grad)
     embeddings = (1 if config.tie_word_embeddings else 2) * text.vocab_size * text.hidden_size * BYTES
     per_weight = BYTES_IN_4_BITS if tuning == "qlora" else BYTES
     weights = embeddings + per_weight * own
@@ -195,8 +195,13 @@ def memory_report(
         for layout, every in features_by_layout(counts).items():
             largest = every[every[:, TOKENS].argmax()]
             peaks, (offloaded, host) = needs.peaks(largest), needs.offloaded(largest)
-            gib = {"recomputed": peaks[-1], "kept": peaks[0], "offloaded": offloaded, "host": host}
-            row[layout] = {"tokens": int(largest[TOKENS]), **{f"{name}_gib": x / GIB for name, x in gib.items()}}
+            row[layout] = {
+                "tokens": int(largest[TOKENS]),
+                "recomputed_gib": peaks[-1] / GIB,
+                "kept_gib": peaks[0] / GIB,
+                "offloaded_gib": offloaded / GIB,
+                "host_gib": host / GIB,
+            }
             if memory_gib is not None:
                 row[layout] |= _within(int(memory_gib * GIB), needs, every, largest / batch_size, units)
         sizes.append(row)

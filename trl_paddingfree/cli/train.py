@@ -100,8 +100,11 @@ class MessageArguments:
 
 
 # Names of options that TRL's commands do not have
-_OURS = {*PaddingFreeOptions.__dataclass_fields__, *MessageArguments.__dataclass_fields__}
-_OURS |= SFTScriptArguments.__dataclass_fields__.keys() - ScriptArguments.__dataclass_fields__.keys()
+_OURS = {
+    *PaddingFreeOptions.__dataclass_fields__,
+    *SFTScriptArguments.__annotations__,  # its own fields, without those of TRL's
+    *MessageArguments.__annotations__,
+}
 # The script arguments of tasks that have more than TRL's common ones
 _ARGUMENTS: dict[str, type[ScriptArguments]]
 _ARGUMENTS = {"sft": SFTScriptArguments, "grpo": GRPOScriptArguments, "rloo": RLOOScriptArguments}
@@ -194,7 +197,7 @@ def _load_reward(name: str) -> Callable:
     try:
         return pkgutil.resolve_name(f"{module or trl.rewards.__name__}:{function}")
     except (AttributeError, ModuleNotFoundError) as error:
-        known = ", ".join(sorted(name for name in dir(trl.rewards) if name.endswith("_reward")))
+        known = ", ".join(name for name in dir(trl.rewards) if name.endswith("_reward"))
         raise ValueError(
             f"`--reward_funcs {name}` is not the import path of a function ({error}), nor one of TRL's: {known}, "
             "get_soft_overlong_punishment."
@@ -212,8 +215,11 @@ def make_trainer(trainer_class: Callable[..., FlatTrainer], parsed: Parsed) -> F
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
     }
-    own = {"revision": model_args.model_revision, **loading, **(training_args.model_init_kwargs or {})}
-    training_args.model_init_kwargs = own
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        **loading,
+        **(training_args.model_init_kwargs or {}),
+    }
     if isinstance(script_args, GRPOScriptArguments | RLOOScriptArguments):
         names = script_args.reward_funcs or []
         functions = map(_load_reward, [names] if isinstance(names, str) else names)  # a YAML file may have one name
@@ -250,8 +256,9 @@ def train(trainer: FlatTrainer, script_args: ScriptArguments, training_args: Tra
     """Train, summarize and save."""
     if script_args.ignore_bias_buffers:  # DDP reads this attribute
         model: Any = trainer.model
-        ignored = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.bool]
-        model._ddp_params_and_buffers_to_ignore = ignored
+        model._ddp_params_and_buffers_to_ignore = [
+            name for name, buffer in model.named_buffers() if buffer.dtype == torch.bool
+        ]
     started = time.perf_counter()
     result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     summarize(trainer, result.metrics, time.perf_counter() - started)

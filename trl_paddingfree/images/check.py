@@ -67,29 +67,16 @@ class ImageProbe:
         wanted = ("first", "first, inverted", "second", "text")
         return tuple(name for name in wanted if name in self.examples) if "first" in self.examples else ()
 
-    def variants(self) -> list[tuple[Sequence[Any], list[int]]]:
-        """Variants of the examples with other images in some, and the indices of those whose images stay."""
-        one, other = self.names[:2]
-        found: list[tuple[Sequence[Any], list[int]]] = []
-        for changed in ({one: other, other: one}, {"second": "second, inverted"}):
-            names = [changed.get(name, name) for name in self.names]
-            staying = [i for i, name in enumerate(self.names) if name not in changed]
-            if 0 < len(staying) < len(names):
-                found.append((names, staying))
-        return found
-
     def to_count(self, prefix_sharing: bool) -> list[Inputs]:
         """Flat batches from which memory is counted: of each example with different images alone, and of both."""
-        seen = [name for name in ("first", "second") if name in self.examples]
-        return [self.flat(names, prefix_sharing) for names in dict.fromkeys([*((name,) for name in seen), (*seen,)])]
+        batches = (["first"], ["second"], ["first", "second"])
+        return [self.batch(names, prefix_sharing) for names in batches if self.examples.keys() >= {*names}]
 
-    def padded(self, names: Sequence[str]) -> Inputs:
-        """TRL's batch of some examples, with all tokens scored."""
-        return _scoring_all(self.collator.padded([self.examples[name] for name in names]))
-
-    def flat(self, names: Sequence[str], prefix_sharing: bool) -> Inputs:
-        """The flat batch of some examples, with all tokens scored."""
+    def batch(self, names: Sequence[str], prefix_sharing: bool | None) -> Inputs:
+        """The flat batch of some examples or, with `prefix_sharing=None`, TRL's, with all tokens scored."""
         examples = [self.examples[name] for name in names]
+        if prefix_sharing is None:
+            return _scoring_all(self.collator.padded(examples))
         collator = replace(self.collator, prefix_sharing=prefix_sharing)
         return collator.collated_rows(_scoring_all(collator.rows(examples)), examples).with_flat()
 
@@ -123,7 +110,7 @@ class ImagesAlone(RowsAlone):
             self.measure([self.answers(self.rows)], moved=inverted, still=first, units=NOISE_FACTOR)
 
     def answers(self, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> list[torch.Tensor]:
-        batch = self.examples.padded(rows) if prefix_sharing is None else self.examples.flat(rows, prefix_sharing)
+        batch = self.examples.batch(rows, prefix_sharing)
         inputs = send_to_device(batch, self.model.get_input_embeddings().weight.device)  # type: ignore[union-attr]
         output = self.call(**inputs, fused_lm_head=True, use_cache=False).log_probs.double().cpu()
         scored = batch["labels"][:, 1:] != IGNORE_INDEX
@@ -131,7 +118,14 @@ class ImagesAlone(RowsAlone):
         return [torch.cat(of_rows[i :: len(rows)]) for i in range(len(rows))]
 
     def changed(self) -> list[tuple[Rows, list[int]]]:
-        return self.examples.variants()
+        first, other = self.rows[:2]
+        found = list[tuple[Rows, list[int]]]()
+        for changed in ({first: other, other: first}, {"second": "second, inverted"}):
+            names = [changed.get(name, name) for name in self.rows]
+            staying = [i for i, name in enumerate(self.rows) if name not in changed]
+            if 0 < len(staying) < len(names):
+                found.append((names, staying))
+        return found
 
 
 def check_images(model: PreTrainedModel, route: Route, reference: ImagesAlone) -> CheckResult:

@@ -38,12 +38,11 @@ class ImagesOnce:
     def __getattr__(self, name: str) -> object:
         return getattr(self.__dict__["processor"], name)  # TRL's collator reads its attributes
 
-    def __call__(self, text: list[str], **kwargs: Any) -> BatchFeature:
-        if "images" not in kwargs:  # completions
+    def __call__(self, text: list[str], images: list[Any] | None = None, **kwargs: Any) -> BatchFeature:
+        if images is None:  # completions, or prompts without images
             return self.processor(text=text, **kwargs)
         half = len(text) // 2
-        images = kwargs.pop("images")
-        output = self.processor(text=text[:half], images=images and images[:half], **kwargs)
+        output = self.processor(text=text[:half], images=images[:half], **kwargs)
         for name in _ROWS:
             if name in output:
                 output[name] = torch.cat([output[name]] * 2)
@@ -59,7 +58,7 @@ class FlatVisionCollator(FlatCollator):
 
     def rows(self, examples: list[Example]) -> Inputs:
         """TRL's rows, with each image once."""
-        return dict(self.padded(examples))
+        return self.padded(examples)
 
     def padded(self, examples: list[Example]) -> Inputs:
         """TRL's batch."""
@@ -80,10 +79,10 @@ class FlatVisionCollator(FlatCollator):
             )
         examples = rows.pop(_EXAMPLES, features)
         assert self.rules is not None
-        images, numbers = of_images(rows), range(len(examples))
+        images = of_images(rows)
         tokens = (rows["input_ids"][: len(examples)] == self.rules.token_id).sum(1).tolist()
         cuts = example_cuts(images, [len(images_of(example)) for example in examples], tokens)
-        whole = CollatedImageRows(self, rows, len(examples), examples, numbers, cuts)
+        whole = CollatedImageRows(self, rows, len(examples), examples, range(len(examples)), cuts)
         return whole.with_images(rows, examples, equal_images(images, cuts)) if cuts else whole
 
     def row_labels(self, rows: Inputs) -> torch.Tensor:
@@ -95,7 +94,7 @@ class VisionPreferenceCollator(FlatVisionCollator, DataCollatorForVisionPreferen
     """TRL's collator of preference pairs with images. With `padding_free`, each image appears once."""
 
     def rows(self, examples: list[Example]) -> Inputs:
-        return dict(replace(self, processor=ImagesOnce(self.processor)).padded(examples))  # type: ignore[arg-type]
+        return replace(self, processor=ImagesOnce(self.processor)).padded(examples)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -114,9 +113,8 @@ class VisionUnpairedCollator(FlatMismatchedCollator, FlatVisionCollator, DataCol
 class CollatedImageRows(CollatedRows):
     """The rows of a batch with images, and what belongs to the images. Equal images appear once."""
 
-    collator: FlatVisionCollator
-    examples: Sequence[Example] = ()  # processed again if the images of some cannot be cut out of the batch
-    sources: Sequence[int] = ()  # the source of each example, numbered in order; equal images share one
+    examples: Sequence[Example]  # processed again if the images of some cannot be cut out of the batch
+    sources: Sequence[int]  # the source of each example, numbered in order; equal images share one
     # How many entries each source has in each argument that belongs to images; `None` if unknown
     cuts: Mapping[str, Sequence[int]] | None = None
 
@@ -139,7 +137,6 @@ class CollatedImageRows(CollatedRows):
 
     def with_flat(self, reach: int | None = None) -> Inputs:
         rows, rules, images = self.rows, self.collator.rules, None
-        assert rules is not None
         if (rows["input_ids"] == rules.token_id).any():
             pixels = rows.get("pixel_values", ())
             if rules.patches and len(pixels) and not {"image_grid_thw", "mm_token_type_ids"} <= rows.keys():
@@ -164,13 +161,13 @@ def example_cuts(images: Inputs, num_images: Sequence[int], tokens: Sequence[int
     How many entries each example has in each of `images`, by name, from its numbers of images and placeholders
     (`tokens`). `None` if the lengths do not tell, so that the images have to be processed again.
     """
-    num_rows, total, pixels = len(num_images), sum(num_images), images.get("pixel_values")
+    total, pixels = sum(num_images), images.get("pixel_values")
     if not images:
         return {}
     if pixels is None or not all(isinstance(x, torch.Tensor) for x in images.values()):
         return None
     is_known = images.keys() <= {*IMAGE_ARGUMENTS} and (pixels.ndim == 4 or not images.keys().isdisjoint(_TELLING))
-    if total == num_rows and {*num_images} != {1} and not is_known:
+    if total == len(num_images) and {*num_images} != {1} and not is_known:
         return None  # may be one entry per image, or one per example
     given = {**images, "num_images": [*num_images]}
     if pixels.ndim == 4 and len(pixels) != total:  # tiles, all with the same number of placeholders

@@ -11,8 +11,12 @@ from ..flat.batch import Inputs
 
 # Arguments of TRL's passes that hold images, and those that say how many images, or tiles of images, each row has
 IMAGE_ARGUMENTS = (
-    *("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes"),
-    *("image_position_ids", "spatial_shapes"),
+    "pixel_values",
+    "pixel_attention_mask",
+    "image_grid_thw",
+    "image_sizes",
+    "image_position_ids",
+    "spatial_shapes",
 )
 COUNTS = ("num_images", "num_tiles")
 

@@ -15,15 +15,13 @@ from ..data.validate import column_names
 
 def has_images(dataset: AnyDataset) -> bool:
     """Whether TRL treats a data set as one with images. Anything but a data set is left for TRL to reject."""
-    is_dataset = isinstance(dataset, Dataset | IterableDataset)
-    return is_dataset and not {"image", "images"}.isdisjoint(column_names(dataset))
+    return isinstance(dataset, Dataset | IterableDataset) and not {"image", "images"}.isdisjoint(column_names(dataset))
 
 
 def first_with_images(dataset: Dataset) -> int:
     """The index of the first example with an image in its column; 0 if none has one."""
     name = "image" if "image" in dataset.column_names else "images"
-    tables = tables_of(dataset, name, rows=100)
-    values = (value.as_py() for table in tables for value in table[name])
+    values = (value.as_py() for table in tables_of(dataset, name, rows=100) for value in table[name])
     return next((number for number, value in enumerate(values) if value), 0)
 
 
@@ -81,7 +79,9 @@ def with_each(example: Example, change: Callable[[Any], Any]) -> Example:
 
     changed = {k: list(map(in_message, v)) if isinstance(v, list) else v for k, v in example.items()}
     images = list(map(change, _in_columns(example)))
-    return changed | ({"image": images[0]} if images and "image" in example else {"images": images} if images else {})
+    if images:
+        changed |= {"image": images[0]} if "image" in example else {"images": images}
+    return changed
 
 
 def images_of(example: Example) -> list[Any]:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import torch
 from trl.trainer.utils import split_tensor_dict, unsplit_pixel_values_by_grid
@@ -36,14 +35,14 @@ class GeneratedImages:
 
     def next(self, num_rows: int, rules: VisionRules) -> RowImages:
         """The images of the next rows, for the flat batch of the call that gets their entries."""
-        rows = range(self.num_taken, self.num_taken + num_rows)
+        start = self.num_taken
         self.num_taken += num_rows
-        firsts = self.firsts[rows.start : rows.stop]
+        firsts = self.firsts[start : self.num_taken]
         sources, different = numbered(firsts)
-        owners = [row for first in different if self.num_images[row := rows[firsts.index(first)]]]
+        owners = [row for first in different if self.num_images[row := start + firsts.index(first)]]
         places = {name: torch.from_numpy(entries_of(owners, cut)) for name, cut in self.cuts.items()}
         grids = None if self.grids is None else self.grids[places["image_grid_thw"]]
-        kept = tuple((name, entries - sum(self.cuts[name][: rows.start])) for name, entries in places.items())
+        kept = tuple((name, entries - sum(self.cuts[name][:start])) for name, entries in places.items())
         return RowImages(rules, sources, grids, kept, len(places["pixel_values"]) * self.pixels_per_entry)
 
 
@@ -68,9 +67,11 @@ def by_prompt(batches: list[Inputs]) -> list[Inputs]:
 
 
 def _joined(rows: Sequence[Inputs]) -> Inputs:
-    def join(values: list[Any]) -> Any:
-        if isinstance(values[0], torch.Tensor) and values[0].ndim:
-            return torch.cat(values)
-        return [*chain(*values)] if isinstance(values[0], list) else values[0]
-
-    return unsplit_pixel_values_by_grid({name: join([row[name] for row in rows]) for name in rows[0]})
+    joined = dict(rows[0])
+    for name, first in rows[0].items():
+        values = [row[name] for row in rows]
+        if isinstance(first, torch.Tensor) and first.ndim:
+            joined[name] = torch.cat(values)
+        elif isinstance(first, list):
+            joined[name] = [*chain(*values)]
+    return unsplit_pixel_values_by_grid(joined)

@@ -76,9 +76,8 @@ class RowImages:
 
     def identities(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
         """`R` int64 arrays by which rows are compared: tokens, and `-1 - f` for the placeholder of feature `f`."""
-        firsts, masks = self.firsts(rows)[list(self.sources)], [row == self.rules.token_id for row in rows]
-        of_rows = zip(rows, masks, firsts, strict=True)
-        return [np.where(mask, -first - np.cumsum(mask), row) for row, mask, first in of_rows]
+        of_rows = zip(rows, self.firsts(rows)[list(self.sources)], strict=True)
+        return [np.where(mask := row == self.rules.token_id, -first - np.cumsum(mask), row) for row, first in of_rows]
 
     def counted(self, rows: Sequence[np.ndarray], firsts: np.ndarray) -> dict[str, torch.Tensor]:
         """Arguments of `get_rope_index`, with which a model counts positions: right-padded rows, and their grids."""
@@ -136,8 +135,8 @@ class FlatImages(HasTensors):
     feature_index: torch.Tensor | None  # (I,) int64: the feature at each placeholder; `None` if it is 0, 1, 2, ...
     grids: Mapping[str, torch.Tensor]  # see [`RowImages.counted`]; they stay on the CPU, where positions are counted
     places: np.ndarray  # flat positions of the rows' tokens, one row after another, int64
-    kept: tuple[tuple[str, torch.Tensor], ...] = ()  # see [`RowImages`]
-    num_pixels: int = 0
+    kept: tuple[tuple[str, torch.Tensor], ...]  # see [`RowImages`]
+    num_pixels: int
 
     def arguments(self, of_all: Mapping[str, Any]) -> dict[str, Any]:
         """The model's arguments with only the images of the sources, and without images if there are none."""

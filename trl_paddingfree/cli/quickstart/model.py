@@ -85,14 +85,15 @@ def _docstrings(tree: ast.Module | ast.ClassDef, module: str) -> Iterator[tuple[
 
 def instruction_data(seed: int = 0) -> Dataset:
     """All questions with their answers as TRL's prompt-completion rows, in random order."""
-    rows = [*questions()]
-    random.Random(seed).shuffle(rows)
-    return Dataset.from_dict(
+    rows = [
         {
-            "prompt": [[{"role": "user", "content": question}] for question, _ in rows],
-            "completion": [[{"role": "assistant", "content": answer}] for _, answer in rows],
+            "prompt": [{"role": "user", "content": question}],
+            "completion": [{"role": "assistant", "content": answer}],
         }
-    )
+        for question, answer in questions()
+    ]
+    random.Random(seed).shuffle(rows)
+    return Dataset.from_list(rows)
 
 
 def preference_data(seed: int = 0) -> Dataset:
