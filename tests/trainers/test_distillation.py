@@ -91,6 +91,14 @@ def test_the_check_differentiates_the_student_only(data, monkeypatch):
     assert all(p.requires_grad for p in trainer.teacher_model.parameters())  # which does not say that it trains
 
 
+def test_a_stream_that_only_evaluate_gets_counts_its_last_batch_as_a_full_one_as_in_trl(data):
+    stream, losses = data.select(range(4)).to_iterable_dataset(), []
+    for way in ("padded", "ours"):
+        trainer = make_trainer("distillation", way, **plain(), train_dataset=data, per_device_eval_batch_size=3)
+        losses.append(trainer.evaluate(stream)["eval_loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=TOLERANCE)
+
+
 def test_a_teacher_may_be_an_engine_whose_eval_returns_nothing(data, monkeypatch):
     trainer = made(data)
     monkeypatch.setattr(trainer.teacher_model, "eval", lambda: None)  # DeepSpeed's
