@@ -106,7 +106,7 @@ The result holds up to the sizes that it names: the number of `documents`, the t
 
 | what | documents | tokens |
 |-|-|-|
-| log-probabilities, and which documents move when others change, in evaluation mode | 4, and 3 | up to 16 and up to 19 each |
+| log-probabilities, and which documents move when others change, in evaluation mode | 4, and 3 | up to 16 and up to 19 each, one of a single token |
 | gradients at the embeddings and of all parameters, in training mode, all layers | 4 | 104 each |
 | log-probabilities and leaks again, in evaluation and in training mode | 8 | 2,048 in all, 1,280 in the longest |
 
