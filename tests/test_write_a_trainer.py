@@ -1,7 +1,6 @@
 """The page on trainers of one's own: its examples run from a file outside the package, and follow padded rows."""
 
 import importlib.util
-import os
 import random
 import sys
 
@@ -10,13 +9,12 @@ import pytest
 from trl.experimental.tpo import TPOConfig, TPOTrainer
 
 from tests.helpers.pages import ROOT, blocks, short_and_local
-from tests.helpers.tiny import arguments, make_model, preference_data, prompts, text
+from tests.helpers.tiny import SEED, arguments, make_model, preference_data, prompts, text
 from tests.runs import assert_same, compare, make_trainer, run
 from trl_paddingfree.data.lengths import example_tokens, truncated
 from trl_paddingfree.data.savings import measure
 from trl_paddingfree.trainers.collated import CollatedTrainer
 
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 LOSS, ROWS, GENERATED = blocks((ROOT / "docs" / "write_a_trainer.md").read_text(encoding="utf-8"), "python")
 TRIPLES = "your-name/triples"
 

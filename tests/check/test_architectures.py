@@ -1,6 +1,5 @@
 """Architectures that must work: flat and shared, on every route, forward and backward, against padded TRL."""
 
-import os
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +9,13 @@ import torch
 from transformers.utils import is_flash_attn_2_available
 from trl.trainer.utils import add_fused_lm_head
 
-from tests.helpers.architectures import is_older, tiny_model
+from tests.helpers.architectures import is_older, proven, tiny_model
 from tests.helpers.flat_and_padded import assert_equals_padded
 from tests.helpers.reference_flash import reference_flash, torch_varlen_func
-from tests.helpers.tiny import conversations, preference_data
+from tests.helpers.tiny import SEED, conversations, preference_data
 from tests.runs import assert_same, run
-from trl_paddingfree.check.prove import UnprovenModelError, prove
+from trl_paddingfree.check.prove import UnprovenModelError
 from trl_paddingfree.model.routes import Route, choose_route
-
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])  # fresh, and in the test ids
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
 SLIDING = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
@@ -131,8 +128,7 @@ def test_architecture_passes_the_check_with_the_kernels_of_a_gpu(name, attention
         pytest.skip("needs flash-attn")
     with reference_flash(torch_varlen_func) if attention and not installed else nullcontext():
         model = make(name, attention).bfloat16().cuda()
-        result, failed = prove(model, choose_route(model))
-    assert not failed
+        result = proven(model)
     assert result.prefix_sharing == (result.route.backend != "positions")
     assert result.route.backend in (("flash", "positions") if attention else ("varlen", "segment", "mask"))
 
@@ -142,7 +138,7 @@ def test_architecture_that_cannot_be_told_is_refused_with_the_reason(name):
     reason = {"bart": "no `position_ids`", "roberta": "positions from 2", "openai-gpt": "masks from a 2-D one"}[name]
     model = make(name, None)
     with pytest.raises(UnprovenModelError, match=reason):
-        prove(model, choose_route(model))
+        proven(model)
 
 
 def test_backbone_that_trl_does_not_find_is_refused_with_the_remedy():

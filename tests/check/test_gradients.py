@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import os
 import re
 import threading
 import time
@@ -16,8 +15,8 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.check.test_mutations import leak as mixed
 from tests.check.test_prove import make
-from tests.helpers.architectures import MODEL_TYPES, NOT_BUILT
-from tests.helpers.tiny import make_model
+from tests.helpers.architectures import MODEL_TYPES, NOT_BUILT, proven
+from tests.helpers.tiny import SEED, make_model
 from trl_paddingfree.check import training
 from trl_paddingfree.check.gradients import RowsInTraining, check_gradients
 from trl_paddingfree.check.probe import rounding_unit
@@ -30,7 +29,6 @@ from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.masks import FlatMask
 from trl_paddingfree.model.routes import Route, choose_route
 
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])  # fresh, and in the test ids
 SHARED = Route("segment", "sdpa", prefix_sharing=True)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
@@ -149,7 +147,7 @@ def test_gpt_neo_with_a_prefix_beyond_its_window_trains_without_sharing():
 def test_doge_beyond_its_window_is_refused():
     model = make("doge", attention=None, keep_window_size=2048)
     with pytest.raises(UnprovenModelError):
-        prove(model, choose_route(model))
+        proven(model)
     assert model.config.keep_window_size == 2048
 
 
@@ -159,7 +157,7 @@ def test_an_adapter_that_mixes_rows_is_refused_though_it_has_not_trained():
     call = get_peft_model(model, LilyConfig(r=4, target_modules="all-linear", stride_A=1, num_B=2))
     before = copy.deepcopy(dict(model.state_dict()))
     with pytest.raises(UnprovenModelError, match=r"row \d gets gradient"):
-        prove(model, choose_route(model), call=call)
+        proven(model, call=call)
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
 
 
@@ -168,8 +166,8 @@ def test_a_model_that_draws_in_training_is_proven_by_its_tokens(model_type):
     """OPT's dropout is a function, and off for the check; what PhiMoE draws has no switch."""
     model = make(model_type, attention=None, dropout=0.1, attention_dropout=0.1)
     model.train()
-    result, failed = prove(model, choose_route(model))
-    assert (result.prefix_sharing, failed) == (True, [])
+    result = proven(model)
+    assert result.prefix_sharing
     assert bool(result.gradients.skipped) == (model_type == "phimoe")
 
 
@@ -180,8 +178,7 @@ def test_gradients_of_a_checkpointed_model_are_read_and_leave_no_trace(reentrant
     trained = [p for p in model.parameters() if p.requires_grad]
     for parameter in trained[::2]:
         parameter.grad = torch.full_like(parameter, 3.0)
-    result, failed = prove(model, choose_route(model))
-    assert not failed
+    result = proven(model)
     assert not result.gradients.notes
     assert 0 < result.gradients.error < result.gradients.tolerance
     assert all((p.grad == 3.0).all() for p in trained[::2])
@@ -223,7 +220,7 @@ def test_a_frozen_layer_that_passes_no_gradient_on_is_named(gives, checkpointing
     with pytest.raises(
         UnprovenModelError, match=r"`model\.layers\.1\.mlp\.down_proj` \(Inference\), which is frozen\."
     ):
-        prove(model, choose_route(model), call=call)
+        proven(model, call=call)
     assert not any(module._forward_hooks for module in model.modules() if isinstance(module, torch.nn.Linear))
 
 
@@ -238,9 +235,7 @@ def test_frozen_blocks_of_zeros_which_models_are_expanded_by_are_sound():
     model = make().requires_grad_(False)
     torch.nn.init.zeros_(model.model.layers[1].mlp.down_proj.weight)
     call = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
-    result, failed = prove(model, choose_route(model), call=call)
-    assert result.passed
-    assert not failed
+    assert proven(model, call=call).passed
 
 
 def test_a_table_that_no_gradient_has_to_come_through_is_no_frozen_layer():
@@ -252,7 +247,7 @@ def test_a_table_that_no_gradient_has_to_come_through_is_no_frozen_layer():
 def test_a_row_that_is_longer_than_the_positions_is_refused_with_the_reason():
     model = make("mpt", attention=None, max_seq_len=512)
     with pytest.raises(UnprovenModelError, match=r"832 tokens, more than the 512 positions of its conf"):
-        prove(model, choose_route(model))
+        proven(model)
 
 
 @pytest.mark.parametrize("model_type", ["big_bird", "gpt_neo", "mpt", "roformer"])
@@ -269,8 +264,7 @@ def test_a_flat_row_beyond_what_the_check_reaches_is_refused_with_the_fix(model_
 def test_padding_whose_embedding_is_zero_is_in_no_row():
     """Its gradient, which norms multiply by 1e10 here, would be one of rounding alone."""
     model = make("bamba", attention=None, seed=65001, attn_layer_indices=[])
-    _, failed = prove(model.train(), choose_route(model))
-    assert not failed
+    proven(model.train())
     assert model.get_input_embeddings().padding_idx not in itertools.chain(*RowsInTraining(model).rows)
 
 
@@ -279,7 +273,7 @@ def test_the_check_says_what_it_would_have_found():
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         model = make(dtype=dtype)
-        result, _ = prove(model, choose_route(model))
+        result = proven(model)
         found[dtype] = result.smallest_mistake
         assert f"a mistake of {result.smallest_mistake:.1e} of one token" in str(result)
     assert 0 < found[torch.float32] < 1e-4 < found[torch.bfloat16] < 0.3
@@ -362,10 +356,10 @@ def test_of_layers_of_one_kind_in_a_large_model_the_first_and_the_last_compute_a
     with as_in_training(model, every_layer=True):
         model(input_ids=torch.tensor([[5, 6, 7]]), use_cache=False)
     assert computed[5:] == [*range(8)]
-    result, _ = prove(model, choose_route(model))
+    result = proven(model)
     assert "were left out" in str(result.not_compared)
     monkeypatch.setattr(training, "_ENTRIES", 100)
-    result, _ = prove(model, choose_route(model))
+    result = proven(model)
     assert "weights, large or sharded, were not compared" in str(result.not_compared)
 
 
@@ -373,12 +367,12 @@ def test_the_gradient_of_a_large_weight_is_compared_along_one_direction(monkeypa
     monkeypatch.setattr(training, "_WHOLE", 100)
     model = make()
     weight = model.model.layers[1].mlp.down_proj.weight
-    assert prove(model, choose_route(model))[0].passed
+    assert proven(model).passed
 
     layer = model.model.layers[1].mlp.down_proj
     layer.forward = lambda x: x @ (weight if x.size(0) > 1 else 0.5 * weight + 0.5 * weight.detach()).T
     with pytest.raises(UnprovenModelError, match=r"gradients of `model.layers.1.mlp.down_proj.weight` are wrong by 5"):
-        prove(model, choose_route(model))
+        proven(model)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyError, torch.OutOfMemoryError])
@@ -392,7 +386,7 @@ def test_rows_alone_that_raise_in_training_are_a_failure(error):
 
     model.base_model.register_forward_pre_hook(refuse, with_kwargs=True)
     with pytest.raises(UnprovenModelError, match=f"with padding either: a row alone raises {error.__name__}: .?no ker"):
-        prove(model, choose_route(model))
+        proven(model)
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -473,7 +467,7 @@ def test_a_route_without_memory_to_try_it_does_not_pass(where, monkeypatch):
     monkeypatch.setattr(model.model, "forward", fail)
     if where == "reference":  # which says nothing of any route: none passes
         with pytest.raises(UnprovenModelError, match="a row alone raises OutOfMemoryError: no room"):
-            prove(model, choose_route(model))
+            proven(model)
     else:
         result, failed = prove(model, choose_route(model))
         assert "OutOfMemoryError: no room" in str(failed[0])

@@ -1,12 +1,12 @@
 """The start-up check of images: every known way in which they go astray is caught, and nothing else."""
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 from trl.trainer.utils import add_fused_lm_head
 
+from tests.helpers.tiny import SEED
 from tests.helpers.vision import make_vision, needs_torchvision, vision_completions, vision_pairs
 from trl_paddingfree.check.prove import UnprovenModelError
 from trl_paddingfree.images.check import ImageProbe, ImagesAlone, check_images, prove_images
@@ -15,7 +15,6 @@ from trl_paddingfree.images.model import vision_rules
 from trl_paddingfree.images.rows import FlatImages, RowImages
 from trl_paddingfree.model.routes import Route
 
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 SHARED = Route("segment", "sdpa", prefix_sharing=True)
 # A mistake moves log-probabilities in the first digits, rounding in the seventh
 LARGE = 1e-3

@@ -1,18 +1,14 @@
 """Mistakes that are put into one layer of eight: the check finds each of them, or names the layer as left out."""
 
-import os
-
 import pytest
 import torch
 from trl.trainer.utils import add_fused_lm_head
 
-from tests.helpers.architectures import tiny_model
-from tests.helpers.tiny import make_model
+from tests.helpers.architectures import proven, tiny_model
+from tests.helpers.tiny import SEED, make_model
 from trl_paddingfree.check import training
-from trl_paddingfree.check.prove import UnprovenModelError, prove
-from trl_paddingfree.model.routes import choose_route
+from trl_paddingfree.check.prove import UnprovenModelError
 
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 KINDS = {
     "full": ("llama", {}),
     "sliding": ("mistral", {"sliding_window": 8}),
@@ -63,7 +59,7 @@ CASES = [(trains, mistake) for trains in (False, True) for mistake in MISTAKES i
 def test_a_mistake_in_one_layer_is_found(kind, trains, mistake, number):
     model = mutated(kind, number, mistake, trains)
     with pytest.raises(UnprovenModelError):
-        prove(model, choose_route(model), fallback=False)
+        proven(model, fallback=False)
 
 
 @pytest.mark.drawn(6)
@@ -73,12 +69,10 @@ def test_a_mistake_in_one_layer_of_a_large_model_is_found_by_its_other_code(kind
     monkeypatch.setattr(training, "_MOST", {"cpu": 0})
     model = mutated(kind, number, "leak", trains=True)
     with pytest.raises(UnprovenModelError):
-        prove(model, choose_route(model), fallback=False)
+        proven(model, fallback=False)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_a_mistake_the_same_models_are_exact(kind):
     model = mutated(kind, 3, "leak", trains=None)
-    result, failed = prove(model, choose_route(model), fallback=False)
-    assert not failed
-    assert not result.not_compared
+    assert not proven(model, fallback=False).not_compared

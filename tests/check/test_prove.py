@@ -1,7 +1,6 @@
 """The start-up check: it catches every known way in which sequences leak, and nothing else."""
 
 import copy
-import os
 import socket
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -15,9 +14,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Bits
 from transformers.models.bamba import modeling_bamba
 from trl.trainer.utils import add_fused_lm_head
 
-from tests.helpers.architectures import tiny_config, tiny_model
+from tests.helpers.architectures import proven, tiny_config, tiny_model
 from tests.helpers.reference_flash import flash_attn_varlen_func, reference_flash
 from tests.helpers.reference_state import reference_state_kernels
+from tests.helpers.tiny import SEED
 from trl_paddingfree.check.probe import LEAK_FRACTION, RowsAlone
 from trl_paddingfree.check.prove import UnprovenModelError, check_flat, prove
 from trl_paddingfree.flat.batch import FlatBatch
@@ -25,7 +25,6 @@ from trl_paddingfree.model import attention, flat_model, forward
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import Route, choose_route
 
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])  # fresh, and in the test ids
 SEGMENT, MASK = Route("segment", "sdpa", prefix_sharing=True), Route("mask", "sdpa", prefix_sharing=True)
 # What transformers knows of sequences without us: position ids that restart, and no mask
 POSITIONS = Route("positions", "sdpa", prefix_sharing=False)
@@ -66,8 +65,7 @@ def test_positions_alone_keep_sequences_apart_where_nothing_goes_wrong():
 
 def test_all_ones_mask_is_caught(monkeypatch):
     monkeypatch.setattr(forward, "backbone_mask", lambda backend, context, *_: torch.ones_like(context.layout.seq_idx))
-    result = check_flat(make(), POSITIONS)
-    assert_leaks(result)
+    assert_leaks(check_flat(make(), POSITIONS))
 
 
 def test_use_cache_is_caught(monkeypatch):
@@ -82,16 +80,14 @@ def test_use_cache_is_caught(monkeypatch):
             handle.remove()
 
     monkeypatch.setattr(forward, "flat_backbone", with_cache)
-    result = check_flat(model, POSITIONS)
-    assert_leaks(result)
+    assert_leaks(check_flat(model, POSITIONS))
     assert check_flat(model, SEGMENT).passed  # with a layout, a cache does no harm
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "afmoe", "opt"])
 def test_masks_built_without_position_ids_are_caught(model_type):
     model = make(model_type, attention="eager")
-    result = check_flat(model, Route("positions", "eager", prefix_sharing=False))
-    assert_leaks(result)
+    assert_leaks(check_flat(model, Route("positions", "eager", prefix_sharing=False)))
     assert check_flat(model, Route("segment", "eager", prefix_sharing=True)).passed
 
 
@@ -102,8 +98,7 @@ def test_swallowed_position_ids_are_caught(model_type, monkeypatch):
         model = make(model_type, attention="flash_attention_2")
         assert check_flat(model, FLASH_POSITIONS).passed
         monkeypatch.setattr(forward, "boundaries", lambda layout: {})
-        result = check_flat(model, FLASH_POSITIONS)
-    assert_leaks(result)
+        assert_leaks(check_flat(model, FLASH_POSITIONS))
 
 
 @pytest.mark.parametrize("model_type", ["stablelm", "nemotron"])
@@ -132,8 +127,7 @@ def test_a_kernel_that_ignores_boundaries_is_caught(prefix_sharing):
 
     with reference_flash(one_run):
         model = make(attention="flash_attention_2")
-        result = check_flat(model, Route("flash", "flash_attention_2", prefix_sharing=prefix_sharing))
-    assert_leaks(result)
+        assert_leaks(check_flat(model, Route("flash", "flash_attention_2", prefix_sharing=prefix_sharing)))
 
 
 def test_segments_with_different_first_positions_are_caught(monkeypatch):
@@ -150,8 +144,7 @@ def test_segments_with_different_first_positions_are_caught(monkeypatch):
             return batch
 
         monkeypatch.setattr(FlatBatch, "from_rows", shifted)
-        result = check_flat(model, FLASH_POSITIONS)
-    assert_leaks(result)
+        assert_leaks(check_flat(model, FLASH_POSITIONS))
 
 
 @pytest.mark.parametrize("window", [8, 2047])
@@ -186,8 +179,7 @@ def test_limits_that_were_narrowed_are_as_wide_as_before(model_type, name):
 def test_a_state_that_passes_on_is_caught(monkeypatch):
     monkeypatch.setattr(flat_model, "install_state_layers", lambda model, along_tree: None)
     monkeypatch.setattr(flat_model, "carries_state", lambda model: False)
-    result = check_flat(make("lfm2"), SEGMENT.without_sharing())
-    assert_leaks(result)
+    assert_leaks(check_flat(make("lfm2"), SEGMENT.without_sharing()))
 
 
 def test_a_kernel_of_training_that_ignores_boundaries_is_caught(monkeypatch):
@@ -198,8 +190,7 @@ def test_a_kernel_of_training_that_ignores_boundaries_is_caught(monkeypatch):
         assert check_flat(model, SEGMENT.without_sharing()).passed
         mix = lambda states, *args, **kwargs: states[..., :size].cumsum(1)  # noqa: E731
         monkeypatch.setattr(modeling_bamba, "mamba2_split_conv1d_scan_combined", mix)
-        result = check_flat(model, SEGMENT.without_sharing())
-    assert_leaks(result)
+        assert_leaks(check_flat(model, SEGMENT.without_sharing()))
 
 
 def one_token_off(by):
@@ -279,7 +270,7 @@ def test_tolerance_follows_the_model_and_its_dtype():
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
 def test_a_correct_mixture_in_bfloat16_passes(model_type):
     model = make(model_type, attention=None, dtype=torch.bfloat16)
-    assert prove(model, choose_route(model))[0].prefix_sharing
+    assert proven(model).prefix_sharing
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["whole", "lora"])
@@ -287,9 +278,7 @@ def test_a_correct_mixture_in_bfloat16_passes(model_type):
 def test_what_is_exact_in_float32_is_exact_in_float64(model_type, adapters):
     """Some layers compute in float32 in any dtype, and eager attention in float64 may make NaN of padding."""
     model = make(model_type, attention="eager", dtype=torch.float64)
-    result, failed = prove(model, choose_route(lora(model) if adapters else model))
-    assert result.prefix_sharing
-    assert not failed
+    assert proven(lora(model) if adapters else model).prefix_sharing
 
 
 def off_on_flat_batches(model, often):
@@ -372,9 +361,7 @@ def test_check_works_on_every_kind_of_model_and_leaves_it_as_it_was(kind, reques
 
     before = state()
     with autocast:
-        result, failed = prove(model, choose_route(model))
-    assert result.prefix_sharing
-    assert not failed
+        assert proven(model).prefix_sharing
     torch.testing.assert_close(state(), before, rtol=0, atol=0)
 
 
@@ -391,7 +378,7 @@ def test_check_costs_a_few_thousand_tokens():
     """About one micro-batch of ordinary length, forward and backward: around 1 % of a run of a hundred of them."""
     model, tokens = make(), []
     model.get_input_embeddings().register_forward_pre_hook(lambda module, args: tokens.append(args[0].numel()))
-    prove(model, choose_route(model))
+    proven(model)
     assert sum(tokens) < 5 * 512
 
 
@@ -400,8 +387,8 @@ def test_check_costs_a_few_thousand_tokens():
 
 def test_a_model_without_an_attention_function_gets_a_mask():
     model = make("falcon")
-    result, failed = prove(model, choose_route(model))
-    assert (result.route.backend, result.prefix_sharing, failed) == ("mask", True, [])
+    result = proven(model)
+    assert (result.route.backend, result.prefix_sharing) == ("mask", True)
 
 
 def test_a_model_that_is_exact_flat_but_not_shared_trains_flat():
@@ -415,7 +402,7 @@ def test_a_model_that_is_exact_flat_but_not_shared_trains_flat():
 def test_refusal_names_the_model_the_figures_and_what_to_do():
     model = make("roberta")
     with pytest.raises(UnprovenModelError) as error:
-        prove(model, choose_route(model))
+        proven(model)
     for part in ("RobertaForCausalLM", "(error", "allowed", "segment", "mask", "padding_free=False"):
         assert part in str(error.value)
 
@@ -452,8 +439,7 @@ def test_a_model_with_many_new_tokens_is_exact(model_type, dtype):
     model.resize_token_embeddings(300)
     model.to(dtype)
     add_fused_lm_head(model)
-    result, failed = prove(model, choose_route(model))
-    assert not failed
+    result = proven(model)
     assert result.effect > 10 * result.noise
 
 
@@ -494,7 +480,7 @@ def test_rows_that_are_apart_and_inexact_are_refused_in_these_words():
     with pytest.raises(
         UnprovenModelError, match=r"apart, but computes them inexactly(.|\n)*leak 0.0(.|\n)*No row moves"
     ):
-        prove(model, choose_route(model))
+        proven(model)
 
 
 def test_an_answer_of_nan_does_not_pass():
@@ -518,7 +504,6 @@ def test_three_axes_of_positions_are_not_boundaries(model_type):
             config.text_config.rope_parameters = rope
             model = AutoModelForImageTextToText.from_config(config, attn_implementation=loaded).eval()
             add_fused_lm_head(model)
-            result, failed = prove(model, choose_route(model))
+            result = proven(model)
         assert result.route.backend == ("segment" if loaded == "sdpa" else "flash")
         assert result.prefix_sharing
-        assert not failed

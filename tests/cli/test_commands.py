@@ -72,13 +72,6 @@ def test_the_help_of_scripts_is_their_own(capsys, command):
     assert "\n  --learning_rate " in others.replace(ours, "")
 
 
-@pytest.mark.slow
-def test_python_m_is_the_same_command():
-    result = subprocess.run([sys.executable, "-m", "trl_paddingfree", "--help"], capture_output=True, text=True)
-    assert result.returncode == 0
-    assert result.stdout.startswith("usage: trl-paddingfree")
-
-
 def texts(n: int, seed: int) -> Dataset:
     return prompt_completions(n, seed).select_columns("completion").rename_column("completion", "text")
 

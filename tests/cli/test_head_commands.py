@@ -64,8 +64,7 @@ def test_rewards_that_cannot_be_found_are_named_in_one_line(capsys, model_dir, t
 
 def test_inspect_counts_prompts_with_their_completions(inspected, tmp_path):
     path = tmp_path / "rows.jsonl"
-    rows = [{"prompt": "w1 w2 w3"}, {"prompt": "w4 w5 w6 w7 w8"}]
-    Dataset.from_list(rows).to_json(path)
+    Dataset.from_list([{"prompt": "w1 w2 w3"}, {"prompt": "w4 w5 w6 w7 w8"}]).to_json(path)
     report = inspected(path, "--batch_size", "2", "--num_generations", "4", "--max_completion_length", "10")
     (row,) = report["batch_sizes"]
     assert (report["task"], report["max_length"], report["lengths"]["max"]) == ("grpo", None, 5)

@@ -25,8 +25,7 @@ def test_needs_of_a_shape_are_those_of_its_model():
     config = copy.deepcopy(model_config("tiny"))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    kwargs = {"peft_config": lora, "processing_class": make_tokenizer()}
-    options = {"memory_budget": 8, "bf16": True, "steps": 1, **kwargs}
+    options = {"peft_config": lora, "processing_class": make_tokenizer(), "memory_budget": 8, "bf16": True, "steps": 1}
     result = run("dpo", "ours", model=model, train_dataset=preference_data(8, 0), **options)
     measured, predicted = result.trainer.flat.planner.needs, training_needs(config, "lora", 1, as_kernels=False)
     assert predicted.fixed == pytest.approx(measured.fixed, rel=TOLERANCE)

@@ -14,7 +14,7 @@ from accelerate.commands import launch as accelerate_launch
 from datasets import Dataset
 
 import trl_paddingfree
-from tests.helpers.tiny import preference_data
+from tests.helpers.tiny import SEED, preference_data
 from trl_paddingfree.cli.train import _load_reward
 from trl_paddingfree.cli.train import main as run_script
 from trl_paddingfree.data.validate import refuse_unread_instructions
@@ -74,20 +74,18 @@ def test_a_closed_pipe_ends_the_command_quietly():
 # What is written to a file, the arguments that name it, and what is said; WHERE is the file
 BROKEN = {
     "config": ("beta: [1\nb: }", ["--config", "WHERE"], "not valid YAML: ", "WHERE", "line 2, column 2"),
-    "a list": ("- a", ["--config", "WHERE"], "Config file WHERE must contain a YAML mapping", ""),
-    "no config": (None, ["--config", "WHERE"], "No such file or directory: 'WHERE'", ""),
+    "a list": ("- a", ["--config", "WHERE"], "Config file WHERE must contain a YAML mapping"),
+    "no config": (None, ["--config", "WHERE"], "No such file or directory: 'WHERE'"),
     "option": (
         None,
         ["--model_init_kwargs", '{"a":}'],
         '{"a":} is not valid JSON: line 1, column 6: Expecting value.',
-        "",
     ),
-    "other quotes": (None, ["--lr-scheduler-kwargs={'a': 1}"], "{'a': 1} is not valid JSON: line 1, column 2", ""),
+    "other quotes": (None, ["--lr-scheduler-kwargs={'a': 1}"], "{'a': 1} is not valid JSON: line 1, column 2"),
     "in config": (
         "model_init_kwargs: '{\"a\":}'",
         ["--config", "WHERE"],
         '{"a":} is not valid JSON: line 1, column 6',
-        "",
     ),
 }
 
@@ -297,8 +295,7 @@ def test_offloading_without_an_accelerator_is_refused_before_launching(capsys, m
 def test_every_head_of_the_table_fits_into_a_terminal(capsys, monkeypatch, tmp_path, model_dir):
     monkeypatch.setenv("COLUMNS", "80")
     file = tmp_path / "prompts.jsonl"
-    data = preference_data(64, int(os.environ["TRL_PADDINGFREE_SEED"])).select_columns("prompt")
-    data.to_json(file)
+    preference_data(64, SEED).select_columns("prompt").to_json(file)
     arguments = ["--max_completion_length", "512", "--batch_size", "8"]
     assert cli.main(["inspect", str(file), "--tokenizer", model_dir, *arguments]) == 0
     printed = capsys.readouterr().out
@@ -311,7 +308,6 @@ def test_what_truncation_does_is_said_of_one_and_of_many(capsys, tmp_path, model
     file = tmp_path / "pairs.jsonl"
     pair = {"prompt": "w1", "chosen": "w2 w3 w4 w5 w6 w7 w8 w9", "rejected": "w2"}
     Dataset.from_list([pair, {**pair, "chosen": "w3"}]).to_json(file)
-    arguments = ["--max_length", "5"]
-    assert cli.main(["inspect", str(file), "--tokenizer", model_dir, *arguments]) == 0
+    assert cli.main(["inspect", str(file), "--tokenizer", model_dir, "--max_length", "5"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "max_length 5 truncates 1 of 2 pairs and drops 0, which would have nothing left to learn from." in printed

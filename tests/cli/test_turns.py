@@ -1,15 +1,12 @@
 """`--one_sample_per_turn`: what the SFT script trains on, and what `inspect` says of it beforehand."""
 
-import os
-
 import pytest
 
 from tests.helpers.thinking import TEMPLATE, thinking_conversations
-from tests.helpers.tiny import make_model, make_tokenizer
+from tests.helpers.tiny import SEED, make_model, make_tokenizer
 from trl_paddingfree import split_turns
 from trl_paddingfree.cli import train as script
 
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 BATCH_SIZE = 4
 
 

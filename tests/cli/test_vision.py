@@ -1,9 +1,8 @@
 """The commands on data with images: a model and a file, as a user would name them."""
 
-import os
-
 import pytest
 
+from tests.helpers.tiny import SEED
 from tests.helpers.vision import (
     IMAGE_ID,
     make_vision,
@@ -15,8 +14,6 @@ from tests.helpers.vision import (
 from trl_paddingfree.cli.train import main as train
 from trl_paddingfree.images.collate import VisionPreferenceCollator
 from trl_paddingfree.images.model import vision_rules
-
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,12 @@
 """Which examples share a micro-batch, and what that takes."""
 
-import os
 import tracemalloc
 
 import numpy as np
 from datasets import Dataset
 
-from tests.helpers.tiny import arguments
+from tests.helpers.tiny import SEED, arguments
 from tests.runs import make_trainer
-
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
 
 def test_examples_that_start_alike_meet_without_a_copy_of_the_data():

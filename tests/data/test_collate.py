@@ -1,6 +1,5 @@
 """What the collators make of rows: each is a bug of padding-free training elsewhere."""
 
-import os
 from dataclasses import dataclass
 
 import pytest
@@ -10,9 +9,6 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from trl_paddingfree import FlatCollator, LanguageModelingCollator, PreferenceCollator
 from trl_paddingfree.model.masks import boundaries
-
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
-
 
 PAIRS = [
     {"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5], "rejected_ids": [6]},

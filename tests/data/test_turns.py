@@ -1,7 +1,6 @@
 """Conversations cut into turns: which rows there are, what the chat template makes of them, how they train."""
 
 import logging
-import os
 import re
 
 import pytest
@@ -9,13 +8,12 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from trl import SFTConfig, SFTTrainer
 
 from tests.helpers.thinking import TAG, TEMPLATE, thinking_conversations
-from tests.helpers.tiny import conversations, make_model, make_tokenizer
+from tests.helpers.tiny import SEED, conversations, make_model, make_tokenizer
 from tests.runs import TOLERANCE, assert_same, compare, run
 from trl_paddingfree import split_turns
 from trl_paddingfree.data.load import refuse_missing
 from trl_paddingfree.trainers.sft import SFT
 
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 CALL = [{"type": "function", "function": {"name": "w1", "arguments": {"w2": 3}}}]
 TOOLS = [{"type": "function", "function": {"name": "w1", "description": "w2", "parameters": {}}}]
 

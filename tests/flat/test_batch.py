@@ -1,16 +1,13 @@
 """What every flat batch holds, whatever its rows: each is a bug of padding-free training elsewhere."""
 
-import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.helpers.tiny import SEED
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.flat.counts import TokenCounts
-
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
-
 
 ROWS = [[5, 6, 7, 8, 9], [5, 6, 10], [11, 12], [5, 6, 7, 13]]
 

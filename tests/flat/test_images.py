@@ -1,18 +1,17 @@
 """Images on a flat row: which feature each placeholder gets, which rows share, and image blocks."""
 
-import os
 import pickle
 
 import numpy as np
 import pytest
 import torch
 
+from tests.helpers.tiny import SEED
 from trl_paddingfree.flat.batch import IGNORE_INDEX, FlatBatch
 from trl_paddingfree.images.cuts import equal_images
 from trl_paddingfree.images.rows import RowImages, VisionRules
 from trl_paddingfree.model.masks import dense_mask, masks_of_calls
 
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 IMAGE = 99
 
 

@@ -1,15 +1,12 @@
 """Rows that are padded on their left, on their right, or on both sides."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
 
+from tests.helpers.tiny import SEED
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.flat.batch import IGNORE_INDEX, row_starts
-
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
 
 def padded(rng: np.random.Generator, num_rows: int, width: int, prompt: list[int]):

@@ -1,17 +1,14 @@
 """Segments cut at forks, in the order in which a state can go on, and the axis on which convolutions see their past."""
 
-import os
-
 import numpy as np
 import pytest
 
+from tests.helpers.tiny import SEED
 from tests.helpers.trees import random_segments
 from trl_paddingfree import Segments
 from trl_paddingfree.flat.layout import FlatLayout
 from trl_paddingfree.flat.pieces import Context, Pieces
 from trl_paddingfree.flat.slices import View
-
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
 
 @pytest.mark.parametrize("draw", range(SEED, SEED + 20))

@@ -1,4 +1,4 @@
-"""Every causal language model of transformers, made small enough to build and run in a fraction of a second."""
+"""Every causal language model of transformers, made small enough to build, prove and run in a fraction of a second."""
 
 from typing import Any
 
@@ -9,6 +9,8 @@ from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from trl_paddingfree.check.prove import CheckResult, prove
+from trl_paddingfree.model.routes import choose_route
 from trl_paddingfree.versions import TESTED
 
 MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -71,6 +73,13 @@ def tiny_model(model_type: str, *, dtype: torch.dtype = torch.float32, seed: int
     """A tiny model with random weights."""
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(tiny_config(model_type, **overrides)).to(dtype).eval()
+
+
+def proven(model: PreTrainedModel, **options: Any) -> CheckResult:
+    """What the start-up check finds of a model whose first route passes."""
+    result, failed = prove(model, choose_route(model), **options)
+    assert not failed
+    return result
 
 
 def _shrunk(config: PreTrainedConfig) -> dict[str, Any]:

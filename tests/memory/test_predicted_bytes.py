@@ -216,8 +216,6 @@ def test_counting_leaves_the_model_as_it_was(folder):
 def test_counting_bytes_leaves_frequencies_as_they_were(data):
     """Those of rows longer than all of training would stay."""
 
-    def make():
-        return {**layered("grpo"), "model": make_model(**following_rotary(24, "dynamic"))}
-
-    rotary = run("grpo", "flat", **make(), train_dataset=data, memory_budget=8, steps=1).trainer.model.model.rotary_emb
+    given = {**layered("grpo"), "model": make_model(**following_rotary(24, "dynamic"))}
+    rotary = run("grpo", "flat", **given, train_dataset=data, memory_budget=8, steps=1).trainer.model.model.rotary_emb
     assert rotary.max_seq_len_cached < 60

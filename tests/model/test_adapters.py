@@ -1,6 +1,5 @@
 """LoRA layers under autocast: their inputs are cast once, and nothing else changes."""
 
-import os
 from contextlib import nullcontext
 
 import pytest
@@ -12,7 +11,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.flat_and_padded import flat_model
 from tests.helpers.reference_flash import varlen_on
-from tests.helpers.tiny import make_model
+from tests.helpers.tiny import SEED, make_model
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.memory.adapters import cast_inputs_once
 from trl_paddingfree.memory.features import memory_features
@@ -20,7 +19,6 @@ from trl_paddingfree.memory.kept_bytes import count_kept_bytes
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import Route
 
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
 
 

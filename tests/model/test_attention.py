@@ -1,7 +1,6 @@
 """Every attention backend against attention under the dense mask, forward and backward."""
 
 import functools
-import os
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -20,6 +19,7 @@ from tests.helpers.reference_flash import (
     torch_varlen_func,
     varlen_on,
 )
+from tests.helpers.tiny import SEED
 from trl_paddingfree.flat.layout import FlatLayout
 from trl_paddingfree.flat.segments import Segments, share_prefixes
 from trl_paddingfree.model.attention import (
@@ -34,7 +34,6 @@ from trl_paddingfree.model.masks import FlatMask, dense_mask
 # float64 against float32 scores of the stand-in kernel: rounding of sums over at most 30 keys of order one
 FLOAT32 = 2e-6
 FLOAT64 = 1e-12
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])  # fresh, and in the test ids
 
 
 class Attention(torch.nn.Module):

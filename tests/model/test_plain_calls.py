@@ -1,7 +1,6 @@
 """A call without a flat batch after `install` equals the one before, bit for bit, on every architecture."""
 
 import copy
-import os
 import pickle
 from contextlib import nullcontext
 
@@ -12,11 +11,11 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import MODEL_TYPES, NOT_BUILT, tiny_model
 from tests.helpers.reference_flash import reference_flash
+from tests.helpers.tiny import SEED
 from trl_paddingfree.model.attention import StandIn, register_attention
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route, routes_to_try
 
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])  # fresh, and in the test ids
 # Models whose files compare `config._attn_implementation` with a name
 BY_NAME = ("axk2", "deepseek_v32", "dots3_note_text", "falcon", "glm_moe_dsa", "gpt2", "hy_v4", "minimax_m3_vl_text")
 GENERATED = (*BY_NAME, "gemma3_text", "gemma4_text", "gpt_neo", "llama", "llama4_text", "mpt", "opt", "whisper")

@@ -1,7 +1,6 @@
 """A flat batch in slices, one after another, against the same batch whole: log-probabilities and all gradients."""
 
 import gc
-import os
 import weakref
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +23,7 @@ from tests.helpers.architectures import MODEL_TYPES, tiny_model
 from tests.helpers.flat_and_padded import assert_same_gradients, log_probs_and_gradients, tree
 from tests.helpers.float64 import TOLERANCE, float64_throughout, in_float64
 from tests.helpers.reference_flash import reference_flash
-from tests.helpers.tiny import following_rotary, make_model, reward_model
+from tests.helpers.tiny import SEED, following_rotary, make_model, reward_model
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.flat.schedule import Schedule
 from trl_paddingfree.flat.slices import NO_WINDOW, cut_by_number, kept_keys
@@ -33,7 +32,6 @@ from trl_paddingfree.model import slices
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route, why_not_in_slices
 
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8").splitlines()
 # By the page of models: those that go flat and read keys by our attention
 VERDICTS = {cells[1].strip(" `"): cells[2].strip() for row in PAGE if len(cells := row.split("|")) > 7}

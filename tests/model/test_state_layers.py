@@ -1,7 +1,6 @@
 """Layers that carry state see rows: flat and shared against padded, in every family, with kernels and without."""
 
 import copy
-import os
 import types
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,12 +16,12 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from trl.trainer.utils import add_fused_lm_head
 
-from tests.helpers.architectures import is_older, tiny_model
+from tests.helpers.architectures import is_older, proven, tiny_model
 from tests.helpers.flat_and_padded import assert_equals_padded, assert_same_gradients
 from tests.helpers.float64 import TOLERANCE, float64_throughout, in_float64
 from tests.helpers.reference_flash import reference_flash
 from tests.helpers.reference_state import reference_state_kernels
-from tests.helpers.tiny import arguments, conversations, preference_data
+from tests.helpers.tiny import SEED, arguments, conversations, preference_data
 from tests.helpers.trees import random_segments
 from tests.runs import compare, gradient_differences, largest_of
 from trl_paddingfree import FlatBatch
@@ -34,7 +33,6 @@ from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.masks import FlatMask
 from trl_paddingfree.model.routes import choose_route
 
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 SHORT = {"steps": 2, "max_length": 64}
 
 # One of each kind of layer; what else transformers has of it is in docs/models.md
@@ -84,8 +82,7 @@ def test_family_passes_the_check_and_equals_padded_flat_and_shared(model_type, k
         pytest.skip("it has no kernels")
     model = make(model_type)
     with reference_state_kernels(model) if kernels else nullcontext():
-        result, failed = prove(model, choose_route(model))
-        assert not failed
+        result = proven(model)
         assert result.prefix_sharing
         assert result.route.states == ("rows" if model_type in ROWS else "tree")
         installed = [layer.flat_state for layer in state_layers.state_layers(model)]
@@ -166,12 +163,12 @@ def test_layers_whose_forward_others_put_back_get_ours_again(is_wrapped):
     """Hooks of accelerate, for one, put back the forward that they found."""
     model = make("mamba")
     before = {layer: layer.forward for layer in state_layers.state_layers(model)}
-    first, _ = prove(model, choose_route(model))
+    first = proven(model)
     for layer, forward in before.items():
         layer.forward = add_hook_to_module(layer, ModelHook()).forward if is_wrapped else forward
     along_tree = state_layers._along_tree
     with mock.patch.object(state_layers, "_along_tree", side_effect=along_tree) as computed:
-        second, _ = prove(model, choose_route(model))
+        second = proven(model)
     assert first.route == second.route
     assert computed.called
 
@@ -307,8 +304,7 @@ def test_groups_hold_every_row_once_and_cost_no_more_than_one_group_or_one_each(
 )
 def test_a_hybrid_of_which_no_layer_has_attention_is_exact(model_type, options):
     model = make(model_type, **options)
-    result, failed = prove(model, choose_route(model))
-    assert not failed
+    result = proven(model)
     assert result.prefix_sharing
     assert_equals_padded(model, result.route, SEED)
 

@@ -1,18 +1,16 @@
 """What a vision-language model says of flat rows with images, outside of TRL's head."""
 
-import os
-
 import pytest
 import torch
 from trl.trainer.utils import add_fused_lm_head
 
+from tests.helpers.tiny import SEED
 from tests.helpers.vision import make_vision, needs_torchvision, vision_completions
 from trl_paddingfree.images.collate import VisionLanguageModelingCollator
 from trl_paddingfree.images.model import vision_rules
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import Route
 
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 # float32 (eps = 1.2e-7), relative to the largest logit: sums over at most a few hundred terms
 FLOAT32 = 2e-5
 KINDS = ["gemma3", *(pytest.param(kind, marks=needs_torchvision) for kind in ("qwen2_5_vl", "qwen3_5", "gemma4"))]

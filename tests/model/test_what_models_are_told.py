@@ -1,7 +1,6 @@
 """What layers, kernels and generation are told of a flat batch: each is a bug of padding-free training elsewhere."""
 
 import gc
-import os
 import weakref
 
 import pytest
@@ -17,9 +16,6 @@ from trl_paddingfree.check.prove import check_flat
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.masks import FlatMask
 from trl_paddingfree.model.routes import choose_route
-
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
-
 
 ROWS = [[5, 6, 7, 8, 9], [5, 6, 10], [11, 12], [5, 6, 7, 13]]
 

@@ -1,6 +1,5 @@
 """Runs that are killed, terminated, or meet a full disk go on as if nothing had happened."""
 
-import os
 import signal
 import subprocess
 import time
@@ -13,10 +12,9 @@ from safetensors.torch import load_file
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.launching import PER_MICRO_BATCH, ROOT, TIMEOUT, alone, assert_same_run, command, launch
-from tests.helpers.tiny import saved
+from tests.helpers.tiny import SEED, saved
 from trl_paddingfree.trainers.checkpoints import checkpoint_to_resume, is_whole
 
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 # Counts and sums that TRL and transformers start anew when a run is resumed
 RESTARTED = (*PER_MICRO_BATCH, "num_tokens", "train_loss")
 

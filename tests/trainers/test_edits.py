@@ -1,6 +1,5 @@
 """Rows are the truth: whoever edits them is obeyed, as by padded TRL, or told that it is too late."""
 
-import os
 from dataclasses import dataclass
 
 import pytest
@@ -14,7 +13,7 @@ from trl.trainer.utils import add_fused_lm_head
 from tests.helpers.architectures import tiny_model
 from tests.helpers.flat_and_padded import flat_model, tree
 from tests.helpers.random_draws import MODEL_TYPES
-from tests.helpers.tiny import DATA, ROUTED, make_model
+from tests.helpers.tiny import DATA, ROUTED, SEED, make_model
 from tests.runs import LAYOUTS, assert_same, run
 from trl_paddingfree import (
     FlatBatch,
@@ -27,7 +26,6 @@ from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route
 from trl_paddingfree.trainers.registry import TRAINERS
 
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 IN_PARTS = {"max_tokens_per_micro_batch": 40, "per_device_train_batch_size": 8}
 # float32 on CPU (eps = 1.2e-7), relative to the largest logit: sums over at most a few hundred terms
 FLOAT32 = 2e-5

@@ -1,6 +1,5 @@
 """Reward, KTO, GRPO, RLOO, distillation and turns of models whose layers carry state, padded TRL beside ours."""
 
-import os
 from functools import partial
 
 import pytest
@@ -9,12 +8,10 @@ from transformers import AutoModelForSequenceClassification
 
 from tests.helpers.architectures import tiny_config, tiny_model
 from tests.helpers.flat_and_padded import assert_padding_on_the_left_changes_nothing
-from tests.helpers.tiny import DATA, arguments, conversations, different_pairs, lora, make_tokenizer, prompts
+from tests.helpers.tiny import DATA, SEED, arguments, conversations, different_pairs, lora, make_tokenizer, prompts
 from tests.runs import compare, run
 from trl_paddingfree import split_turns
 from trl_paddingfree.flat.pieces import Pieces
-
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
 
 def made(task, model_type):

@@ -12,11 +12,9 @@ from peft.tuners.lora import LoraLayer
 from transformers import GenerationMixin
 
 from tests.helpers.reference_flash import half_flash_func, reference_flash, varlen_on
-from tests.helpers.tiny import lora, make_model, make_tokenizer, preference_data, prompts, score, unpaired
+from tests.helpers.tiny import SEED, lora, make_model, make_tokenizer, preference_data, prompts, score, unpaired
 from tests.runs import LAYOUTS, Run, assert_as_close, run
 from trl_paddingfree.trainers import runtime
-
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
 DATA = {
     "dpo": preference_data,

@@ -1,19 +1,16 @@
 """What outlives a trainer, what an exception while planning leaves, and metrics that nobody knows."""
 
 import gc
-import os
 import weakref
 
 import pytest
 import torch
 
 from tests.helpers.memory import budgeted
-from tests.helpers.tiny import DATA, arguments, preference_data
+from tests.helpers.tiny import DATA, SEED, arguments, preference_data
 from tests.runs import make_trainer
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer
 from trl_paddingfree.memory.planner import MemoryPlanner
-
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
 
 @pytest.mark.parametrize("task", ["dpo", "grpo"])

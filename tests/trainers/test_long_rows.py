@@ -1,19 +1,17 @@
 """Rows of thousands of tokens, with activations offloaded: padded TRL beside ours, and the bytes predicted of it."""
 
-import os
 import random
 
 import pytest
 from datasets import Dataset
 
 from tests.helpers.offloading import offloading_on_cpu
-from tests.helpers.tiny import lora, make_model, text
+from tests.helpers.tiny import SEED, lora, make_model, text
 from tests.runs import LAYOUTS, assert_same, run
 from trl_paddingfree.memory.features import memory_features
 from trl_paddingfree.memory.kept_bytes import count_kept_bytes
 from trl_paddingfree.memory.needs import MemoryNeeds, fused_head
 
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 # What the prediction may be off by
 TOLERANCE = 0.1
 # Of prompt, chosen and rejected answer: nearly all in common, and next to nothing

@@ -1,6 +1,5 @@
 """Moving and splitting the examples of one optimizer step: the same training, in another order."""
 
-import os
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import RandomSampler
 
 from scripts.benchmark.studies.arranging import imbalance
-from tests.helpers.tiny import conversations, following_rotary, make_model, preference_data
+from tests.helpers.tiny import SEED, conversations, following_rotary, make_model, preference_data
 from tests.runs import PER_MICRO_BATCH, assert_same, make_trainer, run
 from trl_paddingfree import (
     PaddingFreeDPOTrainer,
@@ -25,8 +24,6 @@ from trl_paddingfree.data.arrange import StepSampler, balance, by_tokens
 from trl_paddingfree.data.lengths import example_tokens, truncated
 from trl_paddingfree.memory.features import FEATURES, TOKENS
 from trl_paddingfree.memory.planner import MemoryPlanner
-
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
 
 def with_a_long_pair():

@@ -12,9 +12,9 @@ import torch
 
 from tests.helpers.random_draws import ARCHITECTURES, HYBRIDS, MODEL_TYPES, TASKS, draw
 from tests.helpers.random_runs import off_by, outcome
+from tests.helpers.tiny import SEED
 from tests.runs import Run
 
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 DRAWS = int(os.environ.get("TRL_PADDINGFREE_DRAWS", "10"))
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from datasets import Dataset, load_dataset
 
+from tests.helpers.tiny import SEED
 from tests.runs import compare
 from trl_paddingfree import split_turns
 from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
 
 DATA = Path(os.environ.get("TRL_PADDINGFREE_DATA", Path(__file__).parents[3] / "shared" / "data"))
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 NUM_EXAMPLES = 24
 PAIRS = ["ultrafeedback_1000", "hh_harmless_1500", "gsm8k_solutions_1163", "arena_hard_500", "llamafactory_dpo_en_300"]
 INSTRUCTIONS = ["sgd_multiturn_1500", "glaive_toolcall_300", "gsm8k_train_3000", "p3_flanlike_clear_5000"]

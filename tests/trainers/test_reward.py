@@ -1,20 +1,17 @@
 """Reward models, padded TRL beside ours: losses, rewards and their least and greatest."""
 
-import os
 from functools import partial
 
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from tests.helpers.tiny import arguments, different_pairs, preference_data, reward_model
+from tests.helpers.tiny import SEED, arguments, different_pairs, preference_data, reward_model
 from tests.runs import compare, run
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.check.prove import check_flat
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route
-
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Groups of processes that compute one flat batch together (gloo) train what padded TRL trains in one process."""
 
 import json
-import os
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import torch
 from tests.helpers.architectures import tiny_model
 from tests.helpers.flat_and_padded import flat_model
 from tests.helpers.launching import PER_MICRO_BATCH, TIMEOUT, alone, assert_same_run, finished, launch, torchrun
-from tests.helpers.tiny import following_rotary, make_model, saved
+from tests.helpers.tiny import SEED, following_rotary, make_model, saved
 from tests.helpers.trees import random_segments
 from trl_paddingfree.check import prove
 from trl_paddingfree.check.prove import CheckResult, UnprovenModelError
@@ -27,7 +26,6 @@ from trl_paddingfree.model.routes import choose_route, refuse_unsliceable
 from trl_paddingfree.model.sequence import SequenceGroup, owners_of, scored_sizes, slice_of
 from trl_paddingfree.model.state_tree import tree_functions
 
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 # Sums over slices round as often as sums over micro-batches do, and no figure is a sum over other examples
 ROUNDING = 2e-5
 EAGER = {"model_init_kwargs": {"attn_implementation": "eager"}}

@@ -1,17 +1,15 @@
 """Training in slices, with budgets below most rows, beside padded TRL."""
 
-import os
 from functools import partial
 
 import numpy as np
 import pytest
 
 from tests.helpers.memory import most_slices
-from tests.helpers.tiny import DATA, ROUTED, arguments, make_model, make_tokenizer
+from tests.helpers.tiny import DATA, ROUTED, SEED, arguments, make_model, make_tokenizer
 from tests.helpers.vision import on_images, vision_completions, vision_pairs
 from tests.runs import LAYOUTS, ROUNDED, assert_same, compare, make_trainer, run, train
 
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 # Fewer tokens than most rows have
 TINY = {"max_tokens_per_micro_batch": 9}
 # Which of two equal rewards is higher is rounding: the last tokens of a pair may be in slices of different sizes

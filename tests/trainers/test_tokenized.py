@@ -1,16 +1,13 @@
 """Rows that the user has tokenized: bad ones are refused by number, own lengths mean what they mean in TRL."""
 
-import os
 import random
 
 import pytest
 from datasets import Dataset, LargeList, List, Value
 
-from tests.helpers.tiny import make_model
+from tests.helpers.tiny import SEED, make_model
 from tests.runs import compare, run
 from trl_paddingfree import LanguageModelingCollator
-
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
 
 def rows(n=10, **columns):

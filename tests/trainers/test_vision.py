@@ -1,6 +1,5 @@
 """Data with images: padded TRL beside ours, on fourteen architectures, and what is refused."""
 
-import os
 import pickle
 import warnings
 from dataclasses import is_dataclass, replace
@@ -16,6 +15,7 @@ from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 
 from scripts.vision_table import refused_model
 from tests.helpers.pages import ROOT
+from tests.helpers.tiny import SEED
 from tests.helpers.vision import (
     BUILDABLE,
     SAMPLE,
@@ -38,7 +38,6 @@ from trl_paddingfree.model.edits import EditedRowsError
 from trl_paddingfree.trainers import collated
 from trl_paddingfree.trainers.registry import TRAINERS
 
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 # bfloat16 keeps 8 bits of each figure; losses are means over many tokens, so that a part of the rounding cancels
 BF16 = 2e-2
 

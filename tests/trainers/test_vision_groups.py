@@ -1,6 +1,5 @@
 """Images in the trainers that generate: padded TRL beside ours, each distinct image once, and what is refused."""
 
-import os
 import random
 from functools import partial
 from unittest import mock
@@ -10,7 +9,7 @@ import torch
 from datasets import Dataset
 from trl import GRPOTrainer
 
-from tests.helpers.tiny import make_model, make_tokenizer, score
+from tests.helpers.tiny import SEED, make_model, make_tokenizer, score
 from tests.helpers.vision import (
     BUILDABLE,
     CLOSE,
@@ -31,7 +30,6 @@ from tests.trainers.test_vision import images_embedded
 from trl_paddingfree.images.generated import GeneratedImages
 from trl_paddingfree.images.rows import VisionRules
 
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 # In how many ways processors stack what belongs to images: by patch, by row, by image, and by tile
 STACKED = ["idefics3", "llava_next", *(pytest.param(x, marks=needs_torchvision) for x in ("qwen2_5_vl", "internvl"))]
 # TRL fails on prompts of different lengths (Mistral 3), and on several images of one prompt (LLaVA-OneVision)
