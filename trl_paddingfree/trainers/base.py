@@ -258,8 +258,7 @@ class FlatTrainer(Trainer):
 
     @when_flat
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
-        # All processes gather: one that logs a loss of its own would wait for the others
-        if self.model.training and {"loss", "learning_rate"} <= logs.keys():
+        if self.model.training and {"loss", "learning_rate"} <= logs.keys():  # not what one process logs: all gather
             logs |= self.flat.counts.figures(self.accelerator, self.flat.highest_peak, self.flat.trained.repeats)
             if self.flat.planner is not None:
                 logs |= self.flat.planner.figures()

@@ -12,6 +12,7 @@ from .. import upstream
 from ..flat.batch import IGNORE_INDEX
 from ..images.cuts import IMAGE_ARGUMENTS
 from ..memory.needs import HeadBytes, fused_head
+from ..model.flat_model import FlatModel
 from .configs import Arguments, PaddingFreeDistillationConfig
 from .online import PROMPTS, OnlineTrainer
 from .runtime import when_flat
@@ -82,9 +83,14 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
         labels = host_ids.masked_fill(scored == 0, IGNORE_INDEX)
         batch = self.flatten(host_ids, host_mask, labels, self.images_of(inputs)).to(ids.device, non_blocking=True)
         pixels = {name: inputs[name] for name in IMAGE_ARGUMENTS if inputs.get(name) is not None}
-        self._states = cache(
-            lambda model, has_gradients: self.flat_of(model).hidden_states(batch, scored[:, 1:] > 0, **pixels)
-        )
+
+        @cache
+        def states(model: torch.nn.Module, has_gradients: bool) -> torch.Tensor:
+            if (flat_model := FlatModel.of(model)) is None:
+                raise self.forward_replaced(model)
+            return flat_model.hidden_states(batch, scored[:, 1:] > 0, **pixels)
+
+        self._states = states
         ones = ids.new_ones(1, int(scored.sum()))
         no_prompt = ones[:, :0]
         row = {"prompt_ids": no_prompt, "prompt_mask": no_prompt, "completion_ids": ones, "completion_mask": ones}

@@ -158,19 +158,19 @@ class OnlineTrainer(FlatTrainer):
                 passes.enter_context(flat_model.flattening(self.flatten))
             return super().compute_loss(*args, **kwargs)
 
-    def flat_of(self, model: torch.nn.Module) -> FlatModel:
-        """The [`~trl_paddingfree.FlatModel`] of a model that a pass of TRL's is about to call."""
-        if (flat_model := FlatModel.of(model)) is None:
-            raise RuntimeError(
-                f"The forward of {type(self.flat_base(model)).__name__} was replaced since this {type(self).__name__} "
-                "was made, for example by another trainer: make it again."
-            )
-        return flat_model
+    def forward_replaced(self, model: torch.nn.Module) -> RuntimeError:
+        """The error for a model that no longer computes flat batches."""
+        return RuntimeError(
+            f"The forward of {type(self.flat_base(model)).__name__} was replaced since this {type(self).__name__} was "
+            "made, for example by another trainer: make it again."
+        )
 
     @when_flat
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         self.flat.prove(self, model)
-        with self.flat_of(model).flattening(partial(self.flatten, images=self.images_of(kwargs))):
+        if (flat_model := FlatModel.of(model)) is None:
+            raise self.forward_replaced(model)
+        with flat_model.flattening(partial(self.flatten, images=self.images_of(kwargs))):
             return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)  # type: ignore[misc]
 
     @when_flat
