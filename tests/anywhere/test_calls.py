@@ -2,7 +2,6 @@
 
 import copy
 import io
-import os
 import subprocess
 import sys
 
@@ -21,11 +20,10 @@ from transformers import (
 from tests.helpers.architectures import tiny_model
 from tests.helpers.float64 import float64_throughout, in_float64
 from tests.helpers.pages import ROOT
-from tests.helpers.tiny import following_rotary, lora, make_model, reward_model
+from tests.helpers.tiny import SEED, following_rotary, lora, make_model, reward_model
 from trl_paddingfree import FlatModel, PaddingFreeDPOTrainer, UnprovenModelError, padding_free
 from trl_paddingfree.flat.counts import BatchCounts
 
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 # Of models in float32: logits of about 10 after two layers, and gradients relative to the largest of their tensor
 TOLERANCE = 1e-4
 # Attention, windows, absolute positions (by columns, by the mask), experts, layers with a state

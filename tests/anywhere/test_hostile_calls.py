@@ -124,6 +124,20 @@ def test_windows_that_were_changed_for_masks_alone_are_those_of_masks():
     assert_same_logits(model, padding_free(copy.deepcopy(model)), unlabelled(width=700))
 
 
+def test_a_head_may_answer_with_its_logits_alone():
+    model = make_model()
+
+    class Head(type(model)):
+        def forward(self, **kwargs):
+            return super().forward(**kwargs).logits
+
+    model.__class__ = Head
+    given, ours = rows("right"), padding_free(copy.deepcopy(model), check=False)  # the check reads losses, too
+    real = given["attention_mask"].bool()
+    assert torch.allclose(ours(**given)[real], model(**given)[real], atol=TOLERANCE)
+    assert_is_flat(ours)
+
+
 def test_a_loss_of_zero_does_not_say_what_is_read():
     model, ours, given = on_the_left()
     (ours(**given).logits * 0).sum().backward()

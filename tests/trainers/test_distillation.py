@@ -1,13 +1,11 @@
 """Distillation, padded TRL beside ours: student and teacher compute one flat batch of the generated rows."""
 
-import os
-
 import pytest
 import torch
 
 from tests.helpers.memory import CAUTIOUS as PREDICTED
 from tests.helpers.memory import fail_once_planned
-from tests.helpers.tiny import lora, make_model, make_tokenizer, prompts
+from tests.helpers.tiny import SEED, lora, make_model, make_tokenizer, prompts
 from tests.runs import TOLERANCE, assert_same, compare, make_trainer, run
 from trl_paddingfree import FlatBatch, FlatModel, PaddingFreeDistillationTrainer
 from trl_paddingfree.check import gradients as check_gradients
@@ -15,7 +13,6 @@ from trl_paddingfree.memory.features import memory_features
 from trl_paddingfree.memory.needs import MemoryNeeds
 from trl_paddingfree.memory.saved_bytes import SavedBytes
 
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 LAYERS = 3
 
 

@@ -1,15 +1,12 @@
 """KTO, padded TRL beside ours: matched and mismatched rows, each with its own flat batch."""
 
 import logging
-import os
 from functools import partial
 
 import pytest
 
-from tests.helpers.tiny import arguments, preference_data, unpaired
+from tests.helpers.tiny import SEED, arguments, preference_data, unpaired
 from tests.runs import compare, make_trainer, run
-
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 
 
 @pytest.fixture(scope="module")

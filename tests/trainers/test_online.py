@@ -1,6 +1,5 @@
 """GRPO and RLOO, padded TRL beside ours: the passes of policy, old policy and reference over generated rows."""
 
-import os
 from functools import partial
 from unittest import mock
 
@@ -11,14 +10,13 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import is_older
 from tests.helpers.flat_and_padded import assert_padding_on_the_left_changes_nothing
-from tests.helpers.tiny import ROUTED, WORDS, arguments, following_rotary, make_model, prompts, score
+from tests.helpers.tiny import ROUTED, SEED, WORDS, arguments, following_rotary, make_model, prompts, score
 from tests.runs import PER_MICRO_BATCH, assert_same, compare, make_trainer, run
 from trl_paddingfree.model import flat_model
 from trl_paddingfree.model.attention import StandIn
 from trl_paddingfree.trainers.online import OnlineTrainer
 from trl_paddingfree.trainers.runtime import Runtime
 
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])
 # What TRL averages over micro-batches
 MOVED = (*PER_MICRO_BATCH, "clip_ratio", "sampling/")
 

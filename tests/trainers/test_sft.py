@@ -1,7 +1,6 @@
 """SFT: padded TRL beside ours, on the same data, from the same weights."""
 
 import logging
-import os
 
 import pytest
 import torch
@@ -11,14 +10,13 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from tests import runs
 from tests.helpers.architectures import is_older, tiny_model
 from tests.helpers.flat_and_padded import flat_model
-from tests.helpers.tiny import arguments, conversations, make_model, prompt_completions, saved
+from tests.helpers.tiny import SEED, arguments, conversations, make_model, prompt_completions, saved
 from tests.runs import TOLERANCE, make_trainer, run
 from tests.trainers.test_as_padded import language_modeling
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.data.collate import LanguageModelingCollator
 from trl_paddingfree.memory.device import GIB
 
-SEED = int(os.environ["TRL_PADDINGFREE_SEED"])  # fresh, and in the test ids
 MAX_LENGTH = 24
 
 

@@ -28,7 +28,8 @@ from .probe import LIMITS, Call, RowsAlone, check_rows, undisturbed
 from .prove import CheckResult, compare_rows, draws_of
 from .training import as_in_training, without_dropout
 
-# Documents and tokens of the largest draw by default; lengths of a draw with an odd number of documents
+# Documents and tokens of the largest draw by default; lengths of a draw with an odd number of documents, one
+# of a single token
 _DOCUMENTS, _LENGTH, _FEW = 8, 2048, (5, 1, 19)
 # By default, what would take longer than this is left out and reported
 _SECONDS = 10.0

@@ -103,7 +103,7 @@ class PaddedCalls(PaddedRows):
             else:
                 with self.aside() if batch is None else attributes_set([(self, "of_head", (inputs, batch))]):
                     outputs = forward(*args, **kwargs)
-            return self._watched(outputs, places, batch is not None)
+            return self._watched(outputs, places, is_flat=batch is not None)
 
     def of_backbone(self, forward: Callable, args: tuple, kwargs: Inputs) -> object:
         """Answer a call of the backbone, whose own forward is `forward`."""
@@ -111,13 +111,14 @@ class PaddedCalls(PaddedRows):
         batch, places = self._handed_on(inputs) if self.of_head else self._flattened(inputs)
         with self.aside():
             if batch is None:
-                return self._watched(forward(*args, **kwargs), places)
+                return self._watched(forward(*args, **kwargs), places, is_flat=False)
             with self._computing(batch), layout_arguments(self.flat, self.flat.begin_pass(batch)) as arguments:
                 outputs = forward(**{**_without_rows(inputs), **flat_inputs(self.flat, batch), **arguments})
         if isinstance(outputs, tuple):  # asked for by `return_dict=False`
-            return self._watched(self._in_rows(batch, "tuple", outputs), places, True)
-        values = {name: self._in_rows(batch, name, value) for name, value in outputs.items()}
-        return self._watched(type(outputs)(**values), places, True)
+            outputs = self._in_rows(batch, "tuple", outputs)
+        else:
+            outputs = type(outputs)(**{name: self._in_rows(batch, name, value) for name, value in outputs.items()})
+        return self._watched(outputs, places, is_flat=True)
 
     def _handed_on(self, inputs: Inputs) -> tuple[FlatBatch | None, Places | None]:
         """The flat batch of a backbone's call within that of a head, which may have changed the rows it passes on."""
@@ -146,13 +147,14 @@ class PaddedCalls(PaddedRows):
             )
             raise
 
-    def _watched(self, outputs: Any, places: Places | None, is_flat: bool = False) -> object:
+    def _watched(self, outputs: Any, places: Places | None, is_flat: bool) -> object:
         """Have the backward pass check if the loss reads `outputs` at `places`, where padding predicts first tokens."""
-        values = outputs if isinstance(outputs, tuple) else outputs.to_tuple()
-        # Logits or hidden states: losses come before them, and have no tokens
-        states = next((x for x in values if isinstance(x, torch.Tensor) and x.ndim > 2), None)
-        if places is not None and states is not None and states.requires_grad:
-            states.register_hook(partial(self._see, places, is_flat))
+        if places is not None:
+            values = outputs if isinstance(outputs, tuple) else outputs.values()
+            # Logits or hidden states: losses come before them, and have no tokens
+            states = next((x for x in values if isinstance(x, torch.Tensor) and x.ndim > 2), None)
+            if states is not None and states.requires_grad:
+                states.register_hook(partial(self._see, places, is_flat))
         return outputs
 
     def _see(self, places: Places, is_flat: bool, gradient: torch.Tensor) -> None:
