@@ -5,7 +5,6 @@ import doctest
 import importlib
 import inspect
 import os
-import pkgutil
 import re
 import shlex
 from pathlib import Path
@@ -20,23 +19,18 @@ from scripts.benchmark.__main__ import make_parser as make_benchmark_parser
 from tests.helpers.pages import ROOT, blocks, short_and_local
 from tests.helpers.tiny import conversations, preference_data
 from tests.helpers.vision import vision_completions
-from tests.test_house import calls_of_a_step
+from tests.test_house import FILES, calls_of_a_step
+from tests.test_package import MODULES
 from trl_paddingfree.cli.main import make_parser
 from trl_paddingfree.cli.train import make_parser as make_script_parser
 from trl_paddingfree.model.masks import BACKENDS
 from trl_paddingfree.trainers.configs import PaddingFreeDPOConfig, PaddingFreeOptions
 
-PACKAGE = Path(trl_paddingfree.__file__).parent  # it may be installed elsewhere
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
     for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "docs/benchmarks/README.md"])
 }
 CHINESE = "README.zh.md"  # says what README.md says
-MODULES = sorted(
-    module.name
-    for module in pkgutil.walk_packages(trl_paddingfree.__path__, "trl_paddingfree.")
-    if not module.name.endswith("__main__")
-)
 SCRIPTS = ("dpo", "sft", "reward", "kto", "grpo", "rloo", "distillation")
 COMMANDS = ["inspect", "check", *SCRIPTS, "env", "quickstart"]
 
@@ -221,16 +215,15 @@ def test_a_step_calls_the_functions_of_the_page_in_its_order(head, budget):
 
 
 def test_every_logged_figure_is_documented():
-    sources = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")]
     documented = [name.strip("`") for name, _ in table("figure")]
-    assert sorted(documented) == sorted(name for source in sources for name in re.findall(r'"(flat/\w+)"', source))
+    assert sorted(documented) == sorted(re.findall(r'"(flat/\w+)"', "".join(FILES.values())))
 
 
 def messages() -> str:
     """All strings in the package, with the values that they are formatted with left out."""
     texts = []
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for source in FILES.values():
+        for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.JoinedStr):
                 texts.append("".join(str(x.value) if isinstance(x, ast.Constant) else "…" for x in node.values))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):

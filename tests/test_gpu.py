@@ -7,12 +7,11 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it o
 
 import pytest
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from trl.trainer.utils import add_fused_lm_head
 
 from scripts.benchmark.baseline import baseline_attention
 from scripts.benchmark.measure import count_syncs
-from tests.helpers.flat_and_padded import log_probs_and_gradients
+from tests.helpers.flat_and_padded import log_probs_and_gradients, padded_rows
 from tests.helpers.tiny import make_model, preference_data
 from tests.runs import run
 from trl_paddingfree import FlatBatch
@@ -63,12 +62,7 @@ def make_batch(seed, prefix_sharing=True):
     prompts = [tokens(40), tokens(9), tokens(70)]
     rows = [prompts[i] + tokens(n) for i, n in ((0, 33), (1, 5), (2, 90), (0, 7), (0, 20), (1, 61), (2, 1), (0, 50))]
     labels = [[-100] * (len(row) // 2) + row[len(row) // 2 :] for row in rows]
-    columns = {
-        "input_ids": (rows, 0),
-        "attention_mask": ([[1] * len(row) for row in rows], 0),
-        "labels": (labels, -100),
-    }
-    inputs = {name: pad_sequence([*map(torch.tensor, x)], True, value).cuda() for name, (x, value) in columns.items()}
+    inputs = {name: x.cuda() for name, x in padded_rows(rows, labels).items()}
     return inputs, FlatBatch.from_rows(rows, labels, prefix_sharing=prefix_sharing).to("cuda")
 
 

@@ -12,12 +12,12 @@ from unittest import mock
 
 import pytest
 
+from tests.helpers.pages import ROOT
 from tests.moved_names import VERSION, copy_of_trl
 from trl_paddingfree import versions
 from trl_paddingfree.cli.options import refuse
 from trl_paddingfree.versions import MovedNameError, naming_versions
 
-ROOT = Path(__file__).parents[1]
 # What was moved, what to do, and in what message it ends: where the name was, and who needs it
 MOVED = {
     "get_config_model_id": ("import_trainer", "trl.trainer.utils", "trl_paddingfree.trainers.configs"),

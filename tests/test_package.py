@@ -5,13 +5,13 @@ import importlib
 import json
 import pkgutil
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import trl_paddingfree
+from tests.helpers.launching import finished
 from tests.test_house import FILES, PACKAGE, imported_files, in_circles
 
 MODULES = sorted(
@@ -21,11 +21,9 @@ MODULES = sorted(
 )
 
 
-def in_a_fresh_process(code: str) -> str:
+def in_a_fresh_process(code: str, *arguments: str) -> str:
     """What `code` prints, in a Python that has imported nothing yet."""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    return finished([sys.executable, "-c", code, *arguments], 300).stdout
 
 
 def test_importing_the_package_imports_nothing_heavy():
@@ -75,10 +73,7 @@ print(json.dumps([key for key in before if before[key] != after[key]]))
 
 @pytest.mark.slow
 def test_importing_every_module_changes_nothing_in_transformers_and_trl():
-    result = subprocess.run(
-        [sys.executable, "-c", STATE, *MODULES], capture_output=True, text=True, timeout=300, check=True
-    )
-    assert json.loads(result.stdout.splitlines()[-1]) == []
+    assert json.loads(in_a_fresh_process(STATE, *MODULES).splitlines()[-1]) == []
 
 
 # Which parts of the package each part may import. An arrow that is not here would point up, or around

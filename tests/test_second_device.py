@@ -1,14 +1,12 @@
 """Trainers on the pretend device, in a process of their own: the default run sees a tensor on the wrong device."""
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from packaging.version import Version
 
+from tests.helpers.launching import finished
 from tests.pretend_device import LOWEST
 
 FOLDER = "tests/device"
@@ -23,13 +21,4 @@ WHICH = "lora and (dpo or sft or grpo) or named_places and dpo"
 @pytest.mark.skipif(Version(torch.__version__) < Version(LOWEST), reason=f"the pretend device needs PyTorch {LOWEST}")
 def test_trainers_compute_on_the_pretend_device_what_they_compute_on_the_cpu_and_wait_for_nothing_more():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS, "-k", WHICH]
-    run = subprocess.run(
-        command,
-        cwd=Path(__file__).parents[1],
-        env={**os.environ, "TRL_PADDINGFREE_DEVICE": "pretend"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert run.returncode == 0, run.stdout
-    assert "4 passed" in run.stdout
+    assert "4 passed" in finished(command, 600, TRL_PADDINGFREE_DEVICE="pretend").stdout

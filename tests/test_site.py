@@ -1,12 +1,11 @@
 """The pages as a site, and as a list for language models."""
 
-import os
 import re
-import subprocess
 import sys
 
 import pytest
 
+from tests.helpers.launching import finished
 from tests.helpers.pages import ROOT
 
 PAGES = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -15,8 +14,7 @@ PAGES = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROO
 def test_the_site_builds_without_a_link_that_leads_nowhere(tmp_path):
     pytest.importorskip("material", reason='needs `pip install -e ".[docs]"`')
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ROOT / ".ci" / "mkdocs.yml", "-d", tmp_path]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
+    finished(command, 120)
     # A README is the page of its folder
     folders = [path.removesuffix("README.md").removesuffix(".md") for path in PAGES]
     assert [folder for folder in folders if not (tmp_path / folder / "index.html").is_file()] == []
@@ -30,10 +28,7 @@ def test_the_site_builds_without_a_link_that_leads_nowhere(tmp_path):
 
 @pytest.mark.parametrize("script", ["llms.py", "pictures.py"])
 def test_what_a_script_writes_is_fresh(script):
-    command = [sys.executable, ROOT / "scripts" / script, "--check"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert result.returncode == 0, result.stdout + result.stderr
+    finished([sys.executable, ROOT / "scripts" / script, "--check"], 120, PYTHONPATH=str(ROOT))
 
 
 def test_the_list_for_language_models_has_every_page():

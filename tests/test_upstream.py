@@ -10,7 +10,6 @@ import inspect
 import re
 import sys
 import types
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -23,9 +22,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from trl import DPOConfig, SFTConfig
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
-import trl_paddingfree
 from tests.helpers.architectures import tiny_model
 from tests.helpers.tiny import make_model
+from tests.test_house import FILES
 from trl_paddingfree import upstream, versions
 from trl_paddingfree.flat.layout import FlatLayout
 from trl_paddingfree.flat.segments import Segments
@@ -35,8 +34,6 @@ from trl_paddingfree.model.forward import is_pooled
 from trl_paddingfree.model.masks import BOUNDARIES, FlatMask
 from trl_paddingfree.model.state_layers import state_layers
 from trl_paddingfree.trainers.registry import TRAINERS
-
-PACKAGE = Path(trl_paddingfree.__file__).parent
 
 # Where each private name lives, and the parameters that we give it; `None` of what is not called
 PRIVATE = {
@@ -147,9 +144,9 @@ def test_private_attributes_are_set_by_their_classes():
 def names_of_others() -> dict[str, set[str]]:
     """By module, names that the package does not define: attributes, also those asked for by a string, and imports."""
     found, own = {}, set()
-    for path in PACKAGE.rglob("*.py"):
-        names = found[path.relative_to(PACKAGE).as_posix()] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+    for module, source in FILES.items():
+        names = found[module] = set()
+        for node in ast.walk(ast.parse(source)):
             match node:
                 case ast.Attribute(attr=name) | ast.Constant(value=str(name)):
                     names.add(name)

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import subprocess
 import sys
 
 import numpy as np
@@ -19,7 +18,7 @@ from transformers import (
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.float64 import float64_throughout, in_float64
-from tests.helpers.pages import ROOT
+from tests.helpers.launching import finished
 from tests.helpers.tiny import SEED, following_rotary, lora, make_model, reward_model
 from trl_paddingfree import FlatModel, PaddingFreeDPOTrainer, UnprovenModelError, padding_free
 from trl_paddingfree.flat.counts import BatchCounts
@@ -255,8 +254,7 @@ def test_models_that_are_saved_whole_are_loaded_in_other_processes(tmp_path):
     torch.save((ours, given), tmp_path / "whole.pt")
     load = "model, given = torch.load(sys.argv[1], weights_only=False)"
     code = f"import sys, torch; {load}; print(model(**given).loss.item())"
-    arguments = [sys.executable, "-c", code, str(tmp_path / "whole.pt")]
-    found = subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    found = finished([sys.executable, "-c", code, str(tmp_path / "whole.pt")], 300).stdout
     assert float(found) == pytest.approx(ours(**given).loss.item(), rel=TOLERANCE)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from scripts.benchmark.__main__ import make_parser
 from scripts.benchmark.rows import read_lengths
 from scripts.benchmark.tasks import BENCHMARKED
+from tests.helpers.launching import finished
 from tests.helpers.pages import ROOT
 
 RECORDING = f"""#!{sys.executable}
@@ -26,14 +26,9 @@ def commands(folder: Path, **variables: str) -> list[list[str]]:
     python.parent.mkdir()
     python.write_text(RECORDING)
     python.chmod(0o755)
-    result = subprocess.run(
-        [ROOT / "scripts" / "gpu.sh", folder / "results", folder / "results.tar.gz"],
-        env={**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}", "RECORD": str(record), **variables},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    command = [ROOT / "scripts" / "gpu.sh", folder / "results", folder / "results.tar.gz"]
+    variables |= {"PATH": f"{python.parent}:{os.environ['PATH']}", "RECORD": str(record)}
+    result = finished(command, 120, **variables)
     assert (folder / "results" / "log.txt").read_text().strip() in result.stdout
     assert (folder / "results.tar.gz").stat().st_size > 0
     return [json.loads(line) for line in record.read_text().splitlines()]

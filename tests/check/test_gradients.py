@@ -14,7 +14,7 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.check.test_mutations import leak as mixed
-from tests.check.test_prove import make
+from tests.check.test_prove import DTYPES, SEGMENT, make
 from tests.helpers.architectures import MODEL_TYPES, NOT_BUILT, proven
 from tests.helpers.tiny import SEED, make_model
 from trl_paddingfree.check import training
@@ -27,10 +27,7 @@ from trl_paddingfree.flat.batch import FlatBatch
 from trl_paddingfree.model import attention
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.masks import FlatMask
-from trl_paddingfree.model.routes import Route, choose_route
-
-SHARED = Route("segment", "sdpa", prefix_sharing=True)
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+from trl_paddingfree.model.routes import choose_route
 
 
 class LeakBackward(torch.autograd.Function):
@@ -70,7 +67,7 @@ def altered(kind, **options):
 @pytest.mark.parametrize("kind", ALTERED)
 def test_a_model_that_leaks_only_as_it_trains_is_refused_with_the_rows(kind, prefix_sharing, dtype):
     model = altered(kind, dtype=dtype)
-    assert check_flat(model, SHARED).passed  # what it says in evaluation mode of a few short rows is right
+    assert check_flat(model, SEGMENT).passed  # what it says in evaluation mode of a few short rows is right
     with pytest.raises(UnprovenModelError, match=r"As it trains, row \d gets gradient"):
         prove(model, choose_route(model, prefix_sharing=prefix_sharing))
 
@@ -99,24 +96,24 @@ def forgetful(tokens):
 def test_a_row_that_forgets_the_start_of_its_prefix_is_named(layers, dtype, monkeypatch):
     model = make(dtype=dtype, num_hidden_layers=layers)
     monkeypatch.setitem(attention.ATTENTION, "segment", forgetful(40))
-    result = check_flat(model, SHARED, in_training=lambda: RowsInTraining(model))
+    result = check_flat(model, SEGMENT, in_training=lambda: RowsInTraining(model))
     # Several layers see what the others of the prefix know of its start
     expected = "row 1 forgets 40 of its tokens" if layers == 1 else r"gradients of row [13] are wrong"
     assert re.match(expected, result.gradients.reason)
     assert not result.passed
-    assert check_flat(model, SHARED.without_sharing(), in_training=lambda: RowsInTraining(model)).passed
+    assert check_flat(model, SEGMENT.without_sharing(), in_training=lambda: RowsInTraining(model)).passed
 
 
 @DTYPES
 def test_long_rows_of_a_model_that_does_not_train_are_compared_without_gradients(dtype, monkeypatch):
     model = make(dtype=dtype)
     frozen = partial(RowsInTraining, model, trains=False)
-    result = check_flat(model, SHARED, in_training=frozen)
+    result = check_flat(model, SEGMENT, in_training=frozen)
     assert result.passed
     assert "answers on long rows" in str(result)
     assert not result.not_compared
     monkeypatch.setitem(attention.ATTENTION, "segment", forgetful(40))
-    result = check_flat(model, SHARED, in_training=frozen)
+    result = check_flat(model, SEGMENT, in_training=frozen)
     assert re.match("answers on long rows are wrong by", result.gradients.reason)
     assert not result.passed
     assert result.isolated  # no row moves with others: as of models that train, rounding gets more than one draw
@@ -130,7 +127,7 @@ def test_wrong_numbers_are_caught_where_the_right_tokens_carry_gradient(monkeypa
 
     model = make(max_position_embeddings=8192)
     monkeypatch.setitem(attention.ATTENTION, "segment", scaled)
-    result = check_flat(model, SHARED, in_training=lambda: RowsInTraining(model))
+    result = check_flat(model, SEGMENT, in_training=lambda: RowsInTraining(model))
     assert not result.gradients.failure
     assert result.gradients.error > result.gradients.tolerance
     assert not result.passed

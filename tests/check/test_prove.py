@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from accelerate import dispatch_model
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig
 from transformers.models.bamba import modeling_bamba
 from trl.trainer.utils import add_fused_lm_head
@@ -17,7 +17,7 @@ from trl.trainer.utils import add_fused_lm_head
 from tests.helpers.architectures import proven, tiny_config, tiny_model
 from tests.helpers.reference_flash import flash_attn_varlen_func, reference_flash
 from tests.helpers.reference_state import reference_state_kernels
-from tests.helpers.tiny import SEED
+from tests.helpers.tiny import SEED, lora
 from trl_paddingfree.check.probe import LEAK_FRACTION, RowsAlone
 from trl_paddingfree.check.prove import UnprovenModelError, check_flat, prove
 from trl_paddingfree.flat.batch import FlatBatch
@@ -29,6 +29,7 @@ SEGMENT, MASK = Route("segment", "sdpa", prefix_sharing=True), Route("mask", "sd
 # What transformers knows of sequences without us: position ids that restart, and no mask
 POSITIONS = Route("positions", "sdpa", prefix_sharing=False)
 FLASH_POSITIONS = Route("positions", "flash_attention_2", prefix_sharing=False)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
 def make(model_type="llama", attention="sdpa", seed=SEED, **options):
@@ -215,7 +216,7 @@ def one_token_off(by):
     return attend
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@DTYPES
 @pytest.mark.parametrize("by", [1, -1], ids=["leak", "loss"])
 def test_one_token_of_context_too_many_or_too_few_is_caught_in_32_layers(by, dtype, monkeypatch):
     model = deep(dtype)
@@ -278,7 +279,7 @@ def test_a_correct_mixture_in_bfloat16_passes(model_type):
 def test_what_is_exact_in_float32_is_exact_in_float64(model_type, adapters):
     """Some layers compute in float32 in any dtype, and eager attention in float64 may make NaN of padding."""
     model = make(model_type, attention="eager", dtype=torch.float64)
-    assert proven(lora(model) if adapters else model).prefix_sharing
+    assert proven(adapted(model) if adapters else model).prefix_sharing
 
 
 def off_on_flat_batches(model, often):
@@ -313,8 +314,8 @@ def test_only_what_happens_again_with_other_tokens_counts_in_low_precision(dtype
         assert not failed
 
 
-def lora(model):
-    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).get_base_model()
+def adapted(model):
+    return get_peft_model(model, lora()).get_base_model()
 
 
 def checkpointed(model):
@@ -344,7 +345,7 @@ def test_check_works_on_every_kind_of_model_and_leaves_it_as_it_was(kind, reques
         add_fused_lm_head(model)
     else:
         model = make(dtype=torch.bfloat16 if kind == "bfloat16" else torch.float32)
-        wrap = {"lora": lora, "checkpointed": checkpointed, "devices": on_several_devices}.get(kind, lambda m: m)
+        wrap = {"lora": adapted, "checkpointed": checkpointed, "devices": on_several_devices}.get(kind, lambda m: m)
         model = wrap(model)
     autocast = torch.autocast("cpu", torch.bfloat16) if kind == "autocast" else nullcontext()
     model.train()
@@ -431,7 +432,7 @@ def test_a_model_that_padding_changes_is_not_believed():
     assert not result.passed
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@DTYPES
 @pytest.mark.parametrize("model_type", ["gemma3_text", "lfm2", "gpt2"])
 def test_a_model_with_many_new_tokens_is_exact(model_type, dtype):
     """New tokens have one embedding, the mean of the others: one of them in the place of another changes nothing."""

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from trl import DatasetMixtureConfig, ScriptArguments
 
 import trl_paddingfree
+from tests.helpers.launching import finished
 from tests.helpers.tiny import arguments, conversations, make_model, preference_data, prompt_completions, unpaired
 from tests.runs import make_trainer, run
 from trl_paddingfree import PaddingFreeOptions
@@ -343,14 +344,10 @@ def test_a_run_that_is_over_can_be_resumed_and_is_saved_again(capsys, tmp_path, 
 def test_dpo_trains_and_saves_a_model(tmp_path, pairs_file, model_dir):
     config = tmp_path / "options.yaml"  # of the script, and of `accelerate launch`
     config.write_text("learning_rate: 1.0e-4\nnum_machines: 1\n")
-    argv = [
-        *f"--model_name_or_path {model_dir} --dataset_name {pairs_file} --output_dir {tmp_path}/out".split(),
-        *ON_CPU,
-    ]
-    argv += f"--max_steps 1 --report_to none --save_strategy no --config {config} --num_processes 1".split()
-    command = [sys.executable, "-m", "trl_paddingfree", "dpo", *argv]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
+    options = f"--model_name_or_path {model_dir} --dataset_name {pairs_file} --output_dir {tmp_path}/out --max_steps 1"
+    options += f" --report_to none --save_strategy no --config {config} --num_processes 1"
+    command = [sys.executable, "-m", "trl_paddingfree", "dpo", *options.split(), *ON_CPU]
+    result = finished(command, 300)
     assert "Trained by padding-free (segment, shared prefixes)" in result.stdout
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
     assert result.stderr.count("Padding-free, segment: sdpa over segments of like shape, shared prefixes: exact") == 1

@@ -1,14 +1,13 @@
 """Every file in configs/ is understood by the command in its first line."""
 
 import re
-from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.helpers.pages import ROOT
 from trl_paddingfree.cli.train import make_parser
 
-ROOT = Path(__file__).parents[2]
 FILES = sorted(ROOT.glob("configs/*.yaml"))
 
 

@@ -5,11 +5,10 @@ import re
 
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
-from trl import SFTConfig, SFTTrainer
 
 from tests.helpers.thinking import TAG, TEMPLATE, thinking_conversations
-from tests.helpers.tiny import SEED, conversations, make_model, make_tokenizer
-from tests.runs import TOLERANCE, assert_same, compare, run
+from tests.helpers.tiny import SEED, arguments, conversations, make_tokenizer
+from tests.runs import TOLERANCE, assert_same, compare, make_trainer, run
 from trl_paddingfree import split_turns
 from trl_paddingfree.data.load import refuse_missing
 from trl_paddingfree.trainers.sft import SFT
@@ -166,12 +165,8 @@ def test_rows_are_what_inference_renders_and_the_turn_with_its_own_thinking():
                 expected.append((prompt + completion, [-100] * len(prompt) + completion))
     assert rows == expected
     # Whole conversations lack all thinking but the last answer's: what an earlier turn is to learn is not there
-    whole = SFTTrainer(
-        make_model(),
-        args=SFTConfig("unused", assistant_only_loss=True, bf16=False, use_cpu=True, report_to="none", max_length=None),
-        train_dataset=data,
-        processing_class=tokenizer,
-    ).train_dataset
+    given = {**arguments("sft", False, processor=tokenizer), "assistant_only_loss": True, "max_length": None}
+    whole = make_trainer("sft", "padded", **given, train_dataset=data).train_dataset
     tag = tokenizer.convert_tokens_to_ids(TAG)
     thoughts, learnt = (sum(x.count(tag) for x in of) // 2 for of in (whole["labels"], [labels for _, labels in rows]))
     assert thoughts <= len(data) < learnt == len(rows)
@@ -196,9 +191,7 @@ def test_turns_with_thinking_train_as_with_padding():
     """What a turn is learnt with and what it is remembered as lie side by side in a batch, and part ways."""
     tokenizer, data = make_tokenizer(TEMPLATE), split_turns(thinking_conversations(8, SEED))
     options = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 6, "max_length": 48}
-    ours = compare(
-        "sft", lambda: {"model": make_model(), "processing_class": tokenizer}, data, ("shared",), **options
-    ).ours
+    ours = compare("sft", lambda: arguments("sft", False, processor=tokenizer), data, ("shared",), **options).ours
     counts = ours.trainer.total_counts()
     assert counts.computed < counts.real
 

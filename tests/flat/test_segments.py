@@ -165,7 +165,8 @@ def test_a_batch_moves_and_pickles_as_one_thing():
 
 def test_engines_that_make_all_arguments_anew_leave_a_batch_whole():
     """FSDP does, to cast what is floating: no tensor of a batch is."""
-    batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[1, 2, 3, 4], [1, 2, 5]])
+    rows = [[1, 2, 3, 4], [1, 2, 5]]
+    batch = FlatBatch.from_rows(rows, rows)
     assert batch.layout.derived("something", object)
     anew = _apply_to_tensors(lambda x: x.bfloat16() if x.is_floating_point() else x, {"flat_batch": batch})[
         "flat_batch"

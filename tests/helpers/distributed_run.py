@@ -112,6 +112,7 @@ def train(task: str, model: str, output: Path, settings: dict, monkeypatch: pyte
     if trainer.accelerator.is_main_process:
         engine = trainer.accelerator.distributed_type.value
         result = {"log": trainer.state.log_history, "world": args.world_size, "engine": engine}
+        result["folder"] = args.output_dir
         result["without_sync"] = trainer.accelerator.no_sync.call_count
         output.write_text(json.dumps(result))
     trainer.accelerator.wait_for_everyone()

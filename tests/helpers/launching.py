@@ -1,9 +1,11 @@
 """Training runs in processes of their own, and what they logged and ended with."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
@@ -41,11 +43,13 @@ def torchrun(ranks, *program):
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *program]
 
 
-def finished(command, timeout):
-    """The process of a command, once it has ended well."""
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
-    said = process.stderr
-    assert process.returncode == 0, said[re.search(r"Traceback|Timeout|\Z", said).start() :][:6000]
+def finished(command, timeout, **environment):
+    """The process of a command, once it has ended well, in this environment and these variables."""
+    options = {"capture_output": True, "text": True, "env": {**os.environ, **environment}}
+    process = subprocess.run(command, cwd=ROOT, timeout=timeout, **options)
+    said = process.stdout + process.stderr
+    began = re.search("Traceback|Timeout", said)
+    assert process.returncode == 0, said[began.start() if began else -6000 :][:6000]
     return process
 
 
@@ -61,7 +65,19 @@ def alone(task, model, output, options):
     return json.loads((output / "result.json").read_text())
 
 
-def assert_same_run(one, many, one_dir=None, many_dir=None, only="", ignore=PER_MICRO_BATCH):
+def launch_each(task, model, folder, settings, engine=None):
+    """By name, the runs of one task and model on two processes, each in a folder of its name."""
+    runs = [(task, model, folder / name, given) for name, given in settings.items()]
+    return dict(zip(settings, launch(2, *runs, engine=engine), strict=True))
+
+
+def of_processes(output):
+    """What each of two processes has written down of its own."""
+    return [json.loads((output / f"result.json.{rank}").read_text()) for rank in range(2)]
+
+
+def assert_same_run(one, many, weights=True, only="", ignore=PER_MICRO_BATCH):
+    """Every figure of the one whose name begins with `only` but the ignored, and the weights that both have saved."""
     expected = {(e["step"], name): value for e in one["log"] for name, value in e.items() if name.startswith(only)}
     actual = {(entry["step"], name): value for entry in many["log"] for name, value in entry.items()}
     ignored = ("flat/", "runtime", "per_second", "flos", *ignore)
@@ -70,8 +86,8 @@ def assert_same_run(one, many, one_dir=None, many_dir=None, only="", ignore=PER_
     for key in names:
         got, wanted = actual[key], expected[key]
         assert got == pytest.approx(wanted, rel=TOLERANCE, abs=TOLERANCE), f"{key}: {got}, not {wanted}"
-    if one_dir is not None:
-        (file,) = (path.name for path in one_dir.glob("*.safetensors"))
-        weights = load_file(many_dir / file)
-        for name, weight in load_file(one_dir / file).items():
-            assert (weights[name] - weight).abs().max() <= TOLERANCE * (1 + weight.abs().max()), name
+    if weights:
+        (file,) = Path(one["folder"]).glob("*.safetensors")
+        found = load_file(Path(many["folder"]) / file.name)
+        for name, weight in load_file(file).items():
+            assert (found[name] - weight).abs().max() <= TOLERANCE * (1 + weight.abs().max()), name

@@ -11,7 +11,7 @@ from transformers.utils import is_torchvision_available
 
 from tests.helpers.architectures import is_older
 from tests.helpers.memory import LAYERS, layered, most_slices, with_images
-from tests.helpers.tiny import SEED, following_rotary, lora, make_model, preference_data
+from tests.helpers.tiny import ROUTED, SEED, arguments, following_rotary, lora, make_model, preference_data
 from tests.helpers.vision import WITHOUT_TORCHVISION, on_images, vision_pairs
 from tests.runs import assert_same, compare, make_trainer, run
 from trl_paddingfree import FlatBatch
@@ -20,30 +20,20 @@ from trl_paddingfree.memory.engine import adds_up_shards
 from trl_paddingfree.memory.planner import MemoryPlanner
 from trl_paddingfree.model import slices
 
-MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.3}
-
 
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize(
-    ("options", "model_type", "overrides"),
-    [
-        ({"loss_type": ["aot"]}, "llama", {}),
-        ({"loss_type": ["sigmoid", "sft"]}, "llama", {}),
-        ({"loss_type": ["aot_unpaired"]}, "llama", {}),
-        ({}, "mixtral", MOE),
-    ],
+    ("loss_type", "routed"),
+    [(["aot"], {}), (["sigmoid", "sft"], {}), (["aot_unpaired"], {}), (["sigmoid"], ROUTED)],
     ids=["aot", "sft", "aot-unpaired", "routers"],
 )
 @pytest.mark.parametrize("limit", ["memory", "tokens"])
-def test_losses_that_couple_examples_run_in_slices_beneath_the_loss(
-    tokenizer, options, model_type, overrides, limit, passes, hold_tokens
-):
+def test_losses_that_couple_examples_run_in_slices_beneath_the_loss(loss_type, routed, limit, passes, hold_tokens):
     def make():
-        model = make_model(model_type, num_hidden_layers=LAYERS, **overrides)
-        return {"model": model, "processing_class": tokenizer, "peft_config": lora()}
+        return arguments("dpo", model=make_model("mixtral" if routed else "llama", num_hidden_layers=LAYERS, **routed))
 
-    data, options = preference_data(16, SEED), {"steps": 2, "per_device_train_batch_size": 8, **options}
-    compare("dpo", make, data, ("ours",), ours=limited(limit, 120, hold_tokens), **options)
+    options = {"steps": 2, "per_device_train_batch_size": 8, "loss_type": loss_type}
+    compare("dpo", make, preference_data(16, SEED), ("ours",), ours=limited(limit, 120, hold_tokens), **options)
     assert most_slices(passes) > 1
 
 
@@ -105,8 +95,7 @@ def test_slices_are_computed_again_as_they_were(data, passes, monkeypatch):
 @pytest.mark.skipif(is_older("5.20"), reason="a mixture with a router loss cannot generate: padded neither")
 def test_the_loss_of_routers_in_slices_is_that_of_the_whole(data, passes, hold_tokens):
     def make():
-        sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}
-        return {**layered("grpo"), "model": make_model("mixtral", output_router_logits=True, **sizes)}
+        return {**layered("grpo"), "model": make_model("mixtral", **ROUTED)}
 
     hold_tokens(30)
     compare("grpo", make, data, ("flat",), ours={"memory_budget": 8})
@@ -153,11 +142,10 @@ def test_parts_are_added_up_in_shards_but_where_fsdp1_offloads_them(version, off
     assert not adds_up_shards(SimpleNamespace(distributed_type=DistributedType.MULTI_GPU, state=state))
 
 
-def test_parts_of_pairs_that_attention_keeps_grow_as_squares(tokenizer):
+def test_parts_of_pairs_that_attention_keeps_grow_as_squares():
     """Under a dense mask, the pairs of two examples in a part are more than those of each."""
-    made = {"model": make_model(), "processing_class": tokenizer, "peft_config": lora(), "flat_attention": "mask"}
-    made |= {"train_dataset": preference_data(8, SEED), "memory_budget": 8}
-    plan = make_trainer("dpo", "ours", **made, prefix_sharing=False).flat.planner
+    options = {"flat_attention": "mask", "memory_budget": 8, "train_dataset": preference_data(8, SEED)}
+    plan = make_trainer("dpo", "flat", **arguments("dpo"), **options).flat.planner
     rng = np.random.default_rng(SEED)
     for _ in range(20):
         rows = [[5] * n for n in rng.integers(2, 60, 6)]

@@ -7,7 +7,7 @@ import torch
 from datasets import concatenate_datasets
 
 from tests.helpers.memory import budgeted, layered, with_images
-from tests.helpers.tiny import SEED, conversations, make_model, preference_data
+from tests.helpers.tiny import ROUTED, SEED, conversations, make_model, preference_data
 from tests.helpers.vision import vision_pairs
 from tests.runs import run
 from trl_paddingfree.memory.device import GIB, budget_bytes
@@ -54,14 +54,12 @@ def test_what_a_budget_cannot_stand_beside_is_refused(folder, options, reason):
 )
 def test_a_router_loss_beside_reentrant_recomputation_is_refused(tokenizer, budget):
     def make(**options):
-        sizes = {"num_local_experts": 4, "num_experts_per_tok": 2}
-        model = make_model("mixtral", output_router_logits=True, router_aux_loss_coef=0.1, **sizes)
         given = {"processing_class": tokenizer, "memory_budget": None, **options}
-        return budgeted("sft", model, conversations(8, SEED), **given)
+        return budgeted("sft", make_model("mixtral", **ROUTED), conversations(8, SEED), **given)
 
     for kwargs in ({"use_reentrant": True}, {"preserve_rng_state": True}):  # PyTorch's default is reentrant
         reentrant = {"gradient_checkpointing_kwargs": kwargs}
-        with pytest.raises(ValueError, match="'use_reentrant': True.*router_aux_loss_coef=0.1"):
+        with pytest.raises(ValueError, match="'use_reentrant': True.*router_aux_loss_coef=0.3"):
             make(**budget, **reentrant)
         make(**reentrant)
     make(**budget)

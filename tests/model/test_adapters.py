@@ -11,7 +11,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.flat_and_padded import flat_model
 from tests.helpers.reference_flash import varlen_on
-from tests.helpers.tiny import SEED, make_model
+from tests.helpers.tiny import SEED, lora, make_model
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.memory.adapters import cast_inputs_once
 from trl_paddingfree.memory.features import memory_features
@@ -32,8 +32,7 @@ def adapted(folder=None, once: bool = True, **options):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=quantized)
     flat_model(model)
     torch.manual_seed(SEED)
-    lora = LoraConfig(**{"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **options})
-    peft_model = get_peft_model(model, lora).train()
+    peft_model = get_peft_model(model, lora(**options)).train()
     peft_model.enable_input_require_grads()
     if once:
         cast_inputs_once(peft_model, "cpu")

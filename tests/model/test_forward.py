@@ -104,7 +104,8 @@ def test_calls_without_a_flat_batch_are_untouched():
     model = make_model()
     reference = copy.deepcopy(model)
     flat_model(model)
-    inputs = padded([[1, 2, 3, 4], [5, 6]], [[1, 2, 3, 4], [5, 6]])
+    rows = [[1, 2, 3, 4], [5, 6]]
+    inputs = padded(rows, rows)
     assert torch.equal(model(**inputs).logits, reference(**inputs).logits)
     generate = {"max_new_tokens": 5, "do_sample": False}
     del inputs["labels"]
@@ -208,8 +209,8 @@ def test_neftune_noise_has_the_size_of_rows():
     embeddings.neftune_noise_alpha = 5.0
     embeddings.register_forward_hook(neftune_post_forward_hook)
     embeddings.register_forward_hook(lambda module, args, output: seen.append(output - module.weight[args[0]]))
-    inputs = padded([[1, 2, 3, 4, 5, 6]] * 8, [[1, 2, 3, 4, 5, 6]] * 8)
-    flat_batch = FlatBatch.from_rows([[1, 2, 3, 4, 5, 6]] * 8, [[1, 2, 3, 4, 5, 6]] * 8, prefix_sharing=False)
+    rows = [[1, 2, 3, 4, 5, 6]] * 8
+    inputs, flat_batch = padded(rows, rows), FlatBatch.from_rows(rows, rows, prefix_sharing=False)
     model.train()
     for extra in ({}, {"flat_batch": flat_batch}):
         model(**inputs, **extra, fused_lm_head=True)

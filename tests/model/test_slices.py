@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 from inspect import signature
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +21,7 @@ from tests.check.test_architectures import MUST_WORK
 from tests.helpers.architectures import MODEL_TYPES, tiny_model
 from tests.helpers.flat_and_padded import assert_same_gradients, log_probs_and_gradients, tree
 from tests.helpers.float64 import TOLERANCE, float64_throughout, in_float64
+from tests.helpers.pages import ROOT
 from tests.helpers.reference_flash import reference_flash
 from tests.helpers.tiny import SEED, following_rotary, make_model, reward_model
 from trl_paddingfree import FlatBatch
@@ -32,7 +32,7 @@ from trl_paddingfree.model import slices
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route, why_not_in_slices
 
-PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8").splitlines()
+PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8").splitlines()
 # By the page of models: those that go flat and read keys by our attention
 VERDICTS = {cells[1].strip(" `"): cells[2].strip() for row in PAGE if len(cells := row.split("|")) > 7}
 FLAT = [name for name in MODEL_TYPES if VERDICTS.get(name) == "flat and shared"]

@@ -13,7 +13,7 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import is_older, proven, tiny_model
@@ -21,10 +21,10 @@ from tests.helpers.flat_and_padded import assert_equals_padded, assert_same_grad
 from tests.helpers.float64 import TOLERANCE, float64_throughout, in_float64
 from tests.helpers.reference_flash import reference_flash
 from tests.helpers.reference_state import reference_state_kernels
-from tests.helpers.tiny import SEED, arguments, conversations, preference_data
+from tests.helpers.tiny import SEED, arguments, conversations, lora, preference_data
 from tests.helpers.trees import random_segments
 from tests.runs import compare, gradient_differences, largest_of
-from trl_paddingfree import FlatBatch
+from trl_paddingfree import FlatBatch, Segments
 from trl_paddingfree.check.prove import prove
 from trl_paddingfree.flat.layout import FlatLayout
 from trl_paddingfree.flat.pieces import PathRows, groups_of_like_length
@@ -231,7 +231,7 @@ def test_hashed_neighbours_are_those_of_the_own_row():
 def test_lora_on_a_layer_learns_as_with_padding(model_type, targets):
     model = tiny_model(model_type, seed=SEED)
     # PEFT asks for a multiple of a convolution's groups
-    peft_model = get_peft_model(model, LoraConfig(r=64, target_modules=targets, init_lora_weights=False))
+    peft_model = get_peft_model(model, lora(r=64, target_modules=targets))
     add_fused_lm_head(model)
     peft_model.train()
     adapted = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -333,7 +333,7 @@ def test_the_mask_of_a_layer_with_a_state_passes_transformers_own_rules():
     """A 2-D mask of ones is dropped, and one that is kept is cut: neither must lose the layout."""
     from transformers.masking_utils import create_recurrent_attention_mask
 
-    layout = FlatBatch.from_rows([[1, 2, 3], [4, 5]], [[1, 2, 3], [4, 5]]).layout
+    layout = FlatLayout.from_segments(Segments.from_lengths([3, 2]))
     mask = FlatMask.carrying(layout, per_token=True)
     kept = create_recurrent_attention_mask(SimpleNamespace(), torch.zeros(1, 5, 8), mask)
     assert kept.context.layout is layout

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.flat_and_padded import flat_model
-from tests.helpers.tiny import DATA, SEED, arguments, lora, make_model, make_tokenizer
+from tests.helpers.tiny import DATA, SEED, arguments, lora, make_model
 from tests.runs import ROUNDED, TOLERANCE, assert_same, make_trainer, run
 from trl_paddingfree import UnprovenModelError, padding_free
 from trl_paddingfree.check.slices import prove_slices
@@ -38,8 +38,8 @@ def graphs():
 
 def sft_trainer(model, layout="shared", compiled=True, **options):
     """A trainer that has not trained."""
-    given = {"model": model, "processing_class": make_tokenizer(), "train_dataset": DATA["sft"](8, SEED)}
-    return make_trainer("sft", layout, **given, **(COMPILED if compiled else {}), **options)
+    given = {**arguments("sft", False, model), "train_dataset": DATA["sft"](8, SEED), **(COMPILED if compiled else {})}
+    return make_trainer("sft", layout, **given, **options)
 
 
 def assert_trains_as_padded(task, make, tolerance=TOLERANCE, **options):
@@ -64,7 +64,7 @@ def test_every_trainer(task):
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma2", "gemma3_text", "mixtral", "gpt_oss", "lfm2", "qwen3_next"])
 def test_architectures(model_type):
     def make():
-        return {"model": tiny_model(model_type), "processing_class": make_tokenizer()}
+        return arguments("sft", False, tiny_model(model_type))
 
     assert_trains_as_padded("sft", make, TOLERANCES.get(model_type, TOLERANCE), max_tokens_per_micro_batch=20)
 

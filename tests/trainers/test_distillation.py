@@ -5,7 +5,7 @@ import torch
 
 from tests.helpers.memory import CAUTIOUS as PREDICTED
 from tests.helpers.memory import fail_once_planned
-from tests.helpers.tiny import SEED, lora, make_model, make_tokenizer, prompts
+from tests.helpers.tiny import SEED, arguments, lora, make_model, prompts
 from tests.runs import TOLERANCE, assert_same, compare, make_trainer, run
 from trl_paddingfree import FlatBatch, FlatModel, PaddingFreeDistillationTrainer
 from trl_paddingfree.check import gradients as check_gradients
@@ -24,8 +24,7 @@ def data():
 
 
 def plain(teacher=None, **overrides):
-    teacher = make_model(seed=1) if teacher is None else teacher
-    return {"model": make_model(**overrides), "teacher_model": teacher, "processing_class": make_tokenizer()}
+    return arguments("distillation", False, make_model(**overrides), make=lambda seed: teacher or make_model(seed=seed))
 
 
 def with_lora():

@@ -1,13 +1,22 @@
 """Several real processes on the CPU (gloo) train what one trains, and stop together."""
 
-import json
-import os
 import subprocess
 
 import pytest
 
 from tests.helpers.architectures import tiny_model
-from tests.helpers.launching import ROOT, TIMEOUT, alone, assert_same_run, command, launch, torchrun
+from tests.helpers.launching import (
+    ROOT,
+    TIMEOUT,
+    alone,
+    assert_same_run,
+    command,
+    finished,
+    launch,
+    launch_each,
+    of_processes,
+    torchrun,
+)
 from tests.helpers.tiny import make_model, saved
 
 # Layers that would recompute by passes of their own, which DDP does not see
@@ -79,7 +88,7 @@ def assert_trains_as_one(folder_of, tmp_path, cases, engine=None, name="MULTI_CP
     for result, (case, (task, given, _)) in zip(two, cases.items(), strict=True):
         assert (result["world"], result["engine"]) == (2, name)
         one = alone(task, folder_of(case), tmp_path / f"{case} 1", {**whole, **given})
-        assert_same_run(one, result, *(() if engine else (tmp_path / f"{case} 1", tmp_path / f"{case} 2")))
+        assert_same_run(one, result, weights=not engine)
     return two
 
 
@@ -119,16 +128,15 @@ def test_two_processes_train_as_with_padding(model_dir, tmp_path):
     parts = {**options, **IN_PARTS}
     arranged = {**parts, "arrange_micro_batches": "tokens"}
     settings = {"trl": {**options, "padding_free": False}, "arranged": arranged, "parts": parts}
-    many = launch(2, *(("dpo", model_dir, tmp_path / name, given) for name, given in settings.items()))
-    many = dict(zip(settings, many, strict=True))
+    many = launch_each("dpo", model_dir, tmp_path, settings)
     # Processes split their micro-batches into different numbers of parts, and all metrics are those of padded batches
-    assert_same_run(many["trl"], many["parts"], tmp_path / "trl", tmp_path / "parts", ignore=())
+    assert_same_run(many["trl"], many["parts"], ignore=())
     computed, padded = (sum(e.get("flat/computed_tokens", 0) for e in many[name]["log"]) for name in ("parts", "trl"))
     assert computed > padded == 0
-    assert_same_run(many["trl"], many["arranged"], only="eval_")
+    assert_same_run(many["trl"], many["arranged"], weights=False, only="eval_")
     one = alone("dpo", model_dir, tmp_path / "one", {**arranged, "per_device_train_batch_size": 8})
     one["log"] = [entry for entry in one["log"] if "eval_loss" not in entry]
-    assert_same_run(one, many["arranged"], tmp_path / "one", tmp_path / "arranged")
+    assert_same_run(one, many["arranged"])
 
 
 @pytest.mark.slow
@@ -139,24 +147,22 @@ def test_losses_that_couple_examples_of_a_process_in_slices(model_dir, tmp_path,
     sliced = {**options, "max_tokens_per_micro_batch": 30}
     compiled = {**sliced, "torch_compile": True, "torch_compile_backend": "aot_eager"}
     settings = {"trl": {**options, "padding_free": False}, "slices": sliced, "compiled": compiled}
-    folders = [tmp_path / name for name in settings]
-    runs = launch(2, *(("dpo", model_dir, *run) for run in zip(folders, settings.values(), strict=True)), engine=engine)
-    for i in (1, 2):
+    padded, *ours = launch_each("dpo", model_dir, tmp_path, settings, engine).values()
+    for run in ours:
         # FSDP's norm is that of shards, in padded TRL
-        assert_same_run(runs[0], runs[i], folders[0], folders[i], ignore=("grad_norm",) if engine else ())
-        assert all(entry["flat/slices"] > 1 for entry in runs[i]["log"] if "loss" in entry)
+        assert_same_run(padded, run, ignore=("grad_norm",) if engine else ())
+        assert all(entry["flat/slices"] > 1 for entry in run["log"] if "loss" in entry)
 
 
 @pytest.mark.slow
 def test_fsdp2_trains_on_images_what_trl_trains(vision_dir, tmp_path):
     """All weights, those of the tower among them; some rows have no images, and workers collate."""
     options = {"images": True, "max_steps": 2, "dataloader_num_workers": 1, "per_device_train_batch_size": 4}
-    folders = tmp_path / "trl", tmp_path / "ours"
     # One process is nothing to compare with: padded TRL has other gradient norms on two
-    settings = {**options, "padding_free": False}, options
-    runs = launch(2, *(("sft", vision_dir, *run) for run in zip(folders, settings, strict=True)), engine="fsdp")
+    settings = {"trl": {**options, "padding_free": False}, "ours": options}
+    runs = launch_each("sft", vision_dir, tmp_path, settings, "fsdp").values()
     assert [(run["world"], run["engine"]) for run in runs] == [(2, "FSDP")] * 2
-    assert_same_run(*runs, *folders, ignore=())
+    assert_same_run(*runs, ignore=())
 
 
 @pytest.mark.slow
@@ -164,7 +170,7 @@ def test_fsdp2_casts_what_it_hands_to_the_model_and_leaves_a_flat_batch_whole(mo
     """In mixed precision, FSDP makes all arguments of a model anew."""
     options = {"bf16": True, "max_steps": 2, "per_device_train_batch_size": 4}
     settings = {"trl": {**options, "padding_free": False}, "whole": options, "parts": {**options, **IN_PARTS}}
-    runs = launch(2, *(("dpo", model_dir, tmp_path / n, given) for n, given in settings.items()), engine="fsdp-bf16")
+    runs = launch_each("dpo", model_dir, tmp_path, settings, "fsdp-bf16").values()
     names = ("loss", "grad_norm", "logps/chosen", "logps/rejected", "entropy")
     padded, *ours = ([[entry[name] for name in names] for entry in run["log"] if "loss" in entry] for run in runs)
     assert len(padded) == 2
@@ -186,12 +192,10 @@ def test_a_leak_is_found_where_fsdp2_has_sharded_the_weights(model_dir, tmp_path
     """The check runs once they are, on all processes alike: the same model without the leak passes it, and trains."""
     options = {"max_steps": 1, "per_device_train_batch_size": 2, "leaks": False}
     settings = {"right": options, "leak": {**options, "leaks": True, "refused": True}}
-    right, _ = launch(2, *(("dpo", model_dir, tmp_path / n, given) for n, given in settings.items()), engine="fsdp")
+    right = launch_each("dpo", model_dir, tmp_path, settings, "fsdp")["right"]
     assert right["engine"] == "FSDP"
     assert right["log"][0]["flat/saved_by_sharing"] > 0
-    for rank in range(2):
-        said = json.loads((tmp_path / f"leak/result.json.{rank}").read_text())
-        assert said is not None
+    for said in of_processes(tmp_path / "leak"):
         assert "so training it without padding would be wrong" in said
 
 
@@ -205,10 +209,10 @@ def assert_agreement(engine, tokenizer, tmp_path, **options):
     options = {"max_steps": 4, "memory_budget": 1, **options}
     one = alone("dpo", folder, tmp_path / "1", {**options, "per_device_train_batch_size": 4})
     options["per_device_train_batch_size"] = 2
-    runs = [("dpo", folder, tmp_path / what, {**options, "tokens_in_memory": n}) for what, n in IN_MEMORY.items()]
-    for what, two in zip(IN_MEMORY, launch(2, *runs, engine=engine), strict=True):
-        assert_same_run(one, two)
-        choices = [json.loads((tmp_path / what / f"result.json.{rank}").read_text()) for rank in range(2)]
+    settings = {what: {**options, "tokens_in_memory": number} for what, number in IN_MEMORY.items()}
+    for what, two in launch_each("dpo", folder, tmp_path, settings, engine).items():
+        assert_same_run(one, two, weights=False)
+        choices = of_processes(tmp_path / what)
         assert any(mine != its for (mine, _), (its, _) in zip(*choices, strict=True))
         for (mine, done), (its, other) in zip(*choices, strict=True):
             assert done[0] == other[0] == max(mine[0], its[0])
@@ -270,8 +274,6 @@ torch.distributed.barrier()  # nobody has died of it
 
 def test_a_check_that_fails_on_one_process_fails_on_all(tmp_path):
     (tmp_path / "alone.py").write_text(ALONE)
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = torchrun(2, tmp_path / "alone.py", tmp_path)
-    subprocess.run(command, cwd=ROOT, env=environ, check=True, capture_output=True, timeout=TIMEOUT)
+    finished(torchrun(2, tmp_path / "alone.py", tmp_path), TIMEOUT, PYTHONPATH=str(ROOT))
     assert (tmp_path / "1").read_text() == "only here"
     assert "failed on another process" in (tmp_path / "0").read_text()

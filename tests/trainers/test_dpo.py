@@ -68,14 +68,14 @@ def test_cached_reference_log_probs_are_read_and_train_the_same(model_dir, tmp_p
     assert_same(trained("padded"), first)
 
 
-def test_dropout_is_left_on_if_asked_and_evaluation_is_without(tokenizer):
+def test_dropout_is_left_on_if_asked_and_evaluation_is_without():
     # The random numbers of a padded batch fall on other tokens: training is the same in distribution only
     options = {"eval_strategy": "steps", "eval_on_start": True, "steps": 1, "disable_dropout": False}
     options |= {"train_dataset": preference_data(8, SEED), "eval_dataset": preference_data(6, SEED + 1)}
 
     def logs(layout, dropout):
-        given = {"model": make_model(attention_dropout=dropout), "peft_config": lora(lora_dropout=dropout)}
-        return run("dpo", layout, **given, processing_class=tokenizer, **options).log_history
+        given = {**with_lora(model=make_model(attention_dropout=dropout)), "peft_config": lora(lora_dropout=dropout)}
+        return run("dpo", layout, **given, **options).log_history
 
     (padded, _), without = logs("padded", 0.3)[:2], logs("flat", 0.0)[1]
     figures = [x for x in padded if x.startswith("eval_") and "per_second" not in x and "runtime" not in x]
@@ -89,10 +89,10 @@ def test_dropout_is_left_on_if_asked_and_evaluation_is_without(tokenizer):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["autocast", "weights"])
-def test_bf16_is_as_near_to_float32_as_padded_bf16(dtype, tokenizer):
+def test_bf16_is_as_near_to_float32_as_padded_bf16(dtype):
     def trained(layout, dtype, **options):
-        given = {"model": make_model().to(torch.bfloat16).to(dtype), "processing_class": tokenizer}
-        return run("dpo", layout, **given, peft_config=lora(), train_dataset=preference_data(16, SEED), **options)
+        given = with_lora(model=make_model().to(torch.bfloat16).to(dtype))
+        return run("dpo", layout, **given, train_dataset=preference_data(16, SEED), **options)
 
     options = {"bf16": dtype == torch.float32}
     exact, padded = trained("padded", torch.float32), trained("padded", dtype, **options)
@@ -105,12 +105,11 @@ def test_bf16_is_as_near_to_float32_as_padded_bf16(dtype, tokenizer):
 
 
 @pytest.mark.slow
-def test_training_that_is_compiled_to_machine_code_is_the_same(tokenizer):
+def test_training_that_is_compiled_to_machine_code_is_the_same():
     """Compiling C++ takes a minute: once is enough. `test_compiled.py` traces everything else."""
 
     def make():
-        models = {"model": make_model(num_hidden_layers=1), "processing_class": tokenizer}
-        return {**models, "peft_config": lora(target_modules=["q_proj"])}
+        return {**with_lora(model=make_model(num_hidden_layers=1)), "peft_config": lora(target_modules=["q_proj"])}
 
     # The compiler asks for float32 by its name
     options = {"steps": 1, "precompute_ref_log_probs": True, "tolerance": TOLERANCE}
@@ -164,7 +163,7 @@ def log_probs(trainer, pairs):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_pair_does_not_move_by_one_bit_when_the_pair_beside_it_changes(layout, dtype, tokenizer):
     def make():
-        return {"model": make_model(dtype=dtype), "processing_class": tokenizer, "peft_config": lora()}
+        return with_lora(model=make_model(dtype=dtype))
 
     trainer = trained_once(layout, make, preference_data(12, SEED))
     a, b = ({name: row[name] for name in COLUMNS} for row in trainer.train_dataset.select([0, 5]))
@@ -222,14 +221,12 @@ def step_flops(trainer, pairs):
 
 
 @pytest.mark.slow
-def test_one_flat_step_costs_what_its_sequences_cost_one_by_one(tokenizer, monkeypatch):
+def test_one_flat_step_costs_what_its_sequences_cost_one_by_one(monkeypatch):
     monkeypatch.setattr(calls, "PAIRS_OF_A_CALL", 0)  # short segments are padded, where that is faster than calls
 
     def make():
-        models = {"model": make_model(num_hidden_layers=3), "ref_model": make_model()}
-        for model in models.values():  # the counter knows nothing of SDPA on a CPU
-            model.set_attn_implementation("eager")
-        return {**models, "processing_class": tokenizer}
+        eager = partial(make_model, attn_implementation="eager")  # the counter knows nothing of SDPA on a CPU
+        return arguments("dpo", False, eager(num_hidden_layers=3), make=lambda seed: eager())
 
     trainers = {layout: trained_once(layout, make, preference_data(12, SEED)) for layout in ("padded", *LAYOUTS)}
     pairs = [{name: row[name] for name in COLUMNS} for row in trainers["padded"].train_dataset]

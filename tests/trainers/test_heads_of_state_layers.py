@@ -8,7 +8,7 @@ from transformers import AutoModelForSequenceClassification
 
 from tests.helpers.architectures import tiny_config, tiny_model
 from tests.helpers.flat_and_padded import assert_padding_on_the_left_changes_nothing
-from tests.helpers.tiny import DATA, SEED, arguments, conversations, different_pairs, lora, make_tokenizer, prompts
+from tests.helpers.tiny import DATA, SEED, arguments, conversations, different_pairs, lora, prompts
 from tests.runs import compare, run
 from trl_paddingfree import split_turns
 from trl_paddingfree.flat.pieces import Pieces
@@ -51,7 +51,7 @@ def test_training_follows_padded_trl(task, model_type):
 
 def test_turns_hand_states_on_from_turn_to_turn_and_follow_padded_trl():
     def make():
-        return {"model": tiny_model("qwen3_5_text", seed=SEED), "processing_class": make_tokenizer()}
+        return arguments("sft", False, tiny_model("qwen3_5_text", seed=SEED))
 
     options = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 8, "max_length": 128}
     trainer = compare("sft", make, split_turns(conversations(16, SEED)), ("shared",), **options).ours.trainer

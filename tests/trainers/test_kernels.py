@@ -1,7 +1,5 @@
 """Training by the kernels of a GPU, in bfloat16: these are plain PyTorch here, and what is around them is its own."""
 
-import os
-import subprocess
 import sys
 from functools import cache
 from unittest import mock
@@ -11,8 +9,9 @@ import torch
 from peft.tuners.lora import LoraLayer
 from transformers import GenerationMixin
 
+from tests.helpers.launching import finished
 from tests.helpers.reference_flash import half_flash_func, reference_flash, varlen_on
-from tests.helpers.tiny import SEED, lora, make_model, make_tokenizer, preference_data, prompts, score, unpaired
+from tests.helpers.tiny import SEED, arguments, make_model, preference_data, prompts, unpaired
 from tests.runs import LAYOUTS, Run, assert_as_close, run
 from trl_paddingfree.trainers import runtime
 
@@ -24,7 +23,6 @@ DATA = {
 }
 # A layer that sees all tokens before it, and one with a window; heads of 8 in two groups
 SIZES = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
-# Steps in proportion to gradients, so that weights tell of these
 
 
 def generate(model, input_ids, **kwargs):
@@ -38,13 +36,9 @@ def train(task: str, layout: str, attention: str = "sdpa", **options) -> Run:
     def make():
         return make_model("qwen2", attn_implementation=attention, **SIZES)
 
-    arguments = {"model": make(), "processing_class": make_tokenizer(), "train_dataset": DATA[task](12, SEED)}
-    if task == "grpo":
-        arguments["reward_funcs"] = score
-    elif task != "sft":
-        arguments["ref_model"] = make()
+    given = {**arguments(task, False, make(), make=lambda seed: make()), "train_dataset": DATA[task](12, SEED)}
     with mock.patch.object(GenerationMixin, "generate", generate):
-        return run(task, layout, **arguments, steps=2, **options)
+        return run(task, layout, **given, steps=2, **options)
 
 
 @cache
@@ -75,11 +69,9 @@ def test_bfloat16_is_as_close_to_float32_by_the_kernels_as_with_padding(task, ba
 
 def test_adapters_cast_their_inputs_once_and_train_the_same_bit_for_bit(monkeypatch):
     def with_adapters(**options):
-        arguments = {"model": make_model(dtype=torch.bfloat16), "processing_class": make_tokenizer()}
-        arguments |= {"peft_config": lora(), "train_dataset": preference_data(8, SEED)}
-        result = run(
-            "dpo", "ours", **arguments, **{"steps": 2, "bf16": True, "gradient_checkpointing": True, **options}
-        )
+        given = {**arguments("dpo", model=make_model(dtype=torch.bfloat16)), "train_dataset": preference_data(8, SEED)}
+        options = {"steps": 2, "bf16": True, "gradient_checkpointing": True, **options}
+        result = run("dpo", "ours", **given, **options)
         with torch.autocast("cpu", torch.bfloat16):
             layers = [module for module in result.trainer.model.modules() if isinstance(module, LoraLayer)]
             return result, {bool(layer.cast_input_dtype_enabled) for layer in layers}
@@ -138,7 +130,4 @@ with mock.patch.multiple(chunked_logprob, **names), mock.patch.object(utils, "_u
 def test_trls_triton_head_computes_flat_rows_as_padded_ones():
     """The kernels that run on GPUs, interpreted; plain PyTorch stands in for them on CPUs everywhere else."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", TRITON_HEAD]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    finished([sys.executable, "-W", "ignore", "-c", TRITON_HEAD], 300, TRITON_INTERPRET="1")

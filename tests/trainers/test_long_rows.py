@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset
 
 from tests.helpers.offloading import offloading_on_cpu
-from tests.helpers.tiny import SEED, lora, make_model, text
+from tests.helpers.tiny import SEED, arguments, make_model, text
 from tests.runs import LAYOUTS, assert_same, run
 from trl_paddingfree.memory.features import memory_features
 from trl_paddingfree.memory.kept_bytes import count_kept_bytes
@@ -27,11 +27,11 @@ def long_pairs():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_long_rows_train_as_with_padding_and_offload_what_was_predicted(tokenizer, layout):
+def test_long_rows_train_as_with_padding_and_offload_what_was_predicted(layout):
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16384}
 
     def trained(layout, **options):
-        given = {"model": make_model(**sizes), "processing_class": tokenizer, "peft_config": lora()}
+        given = arguments("dpo", model=make_model(**sizes))
         return run("dpo", layout, **given, train_dataset=long_pairs(), **OPTIONS, **options)
 
     with offloading_on_cpu("dpo") as moved:

@@ -10,7 +10,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.reference_flash import reference_flash
-from tests.helpers.tiny import lora, make_model, make_tokenizer, preference_data
+from tests.helpers.tiny import arguments, preference_data
 from tests.helpers.vision import make_vision, vision_pairs
 from tests.runs import make_trainer
 from trl_paddingfree.check.prove import UnprovenModelError
@@ -96,11 +96,9 @@ def test_what_was_not_compared_stands_in_the_log_with_the_reason(case, caplog, m
 
 
 def test_that_gradients_were_compared_without_images_stands_in_the_log(caplog):
-    model, processor = make_vision("gemma3")
-    options = {"train_dataset": vision_pairs(4, 0), "processing_class": processor, "max_length": None}
-    options["ref_model"] = make_vision("gemma3")[0]
+    given = arguments("dpo", False, *make_vision("gemma3"), make=lambda seed: make_vision("gemma3")[0])
     with caplog.at_level(logging.WARNING):
-        make_trainer("dpo", "ours", model=model, **options)
+        make_trainer("dpo", "ours", **given, train_dataset=vision_pairs(4, 0), max_length=None)
     (line,) = (record.message for record in caplog.records if record.message.startswith("Padding-free"))
     assert "gradients were compared on text, not with images" in line
 
@@ -116,7 +114,7 @@ def test_liger_kernels_are_there_when_the_model_is_proven(monkeypatch):
         model.get_base_model().model.norm.register_forward_hook(mix)
 
     monkeypatch.setattr("transformers.integrations.liger.apply_liger_kernel", mix_rows)
-    options = {"train_dataset": preference_data(8, 0), "processing_class": make_tokenizer(), "peft_config": lora()}
-    make_trainer("dpo", "ours", model=make_model(), **options)
+    data = preference_data(8, 0)
+    make_trainer("dpo", "ours", **arguments("dpo"), train_dataset=data)
     with pytest.raises(UnprovenModelError):
-        make_trainer("dpo", "ours", model=make_model(), **options, use_liger_kernel=True)
+        make_trainer("dpo", "ours", **arguments("dpo"), train_dataset=data, use_liger_kernel=True)

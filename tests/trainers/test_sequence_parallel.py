@@ -1,6 +1,5 @@
 """Groups of processes that compute one flat batch together (gloo) train what padded TRL trains in one process."""
 
-import json
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -11,7 +10,16 @@ import torch
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.flat_and_padded import flat_model
-from tests.helpers.launching import PER_MICRO_BATCH, TIMEOUT, alone, assert_same_run, finished, launch, torchrun
+from tests.helpers.launching import (
+    PER_MICRO_BATCH,
+    TIMEOUT,
+    alone,
+    assert_same_run,
+    finished,
+    launch,
+    of_processes,
+    torchrun,
+)
 from tests.helpers.tiny import SEED, following_rotary, make_model, saved
 from tests.helpers.trees import random_segments
 from trl_paddingfree.check import prove
@@ -157,10 +165,10 @@ def assert_as_padded(folder_of, tmp_path, world, size, names, engine=None):
         task, model, options = CASES[name]
         assert result["world"] == world
         one = alone(task, folder_of(model), tmp_path / f"{name} padded", padded_settings(options))
-        folders = () if engine else (tmp_path / f"{name} padded", tmp_path / f"{name} many")
         ignore = () if groups == 1 and name != "arranged" else PER_MICRO_BATCH
         # Before training every pair of precomputed references is a tie, which rounding breaks
-        assert_same_run(one, result, *folders, ignore=("accuracies", *ignore) if name == "precomputed" else ignore)
+        ignore = ("accuracies", *ignore) if name == "precomputed" else ignore
+        assert_same_run(one, result, weights=not engine, ignore=ignore)
         if groups == 1:  # and the figures that TRL does not have
             ours = settings({x: y for x, y in options.items() if x != "tokens_in_memory"})
             expected = figures(alone(task, folder_of(model), tmp_path / f"{name} one", ours))
@@ -174,7 +182,7 @@ def assert_as_padded(folder_of, tmp_path, world, size, names, engine=None):
 
 def test_a_group_of_two_trains_what_padded_trl_trains(folder_of, tmp_path):
     assert_as_padded(folder_of, tmp_path, 2, 2, DEFAULT)
-    decided = [json.loads((tmp_path / f"memory budget many/result.json.{rank}").read_text()) for rank in range(2)]
+    decided = of_processes(tmp_path / "memory budget many")
     assert decided[0] == decided[1]
     assert any(recomputed for _, (_, recomputed) in decided[0])
 
@@ -219,8 +227,7 @@ def test_two_groups_of_two_train_what_padded_trl_trains_in_two_processes(folder_
         ours.append((task, folder_of(model), tmp_path / f"{name} ours", given))
         padded.append((task, folder_of(model), tmp_path / f"{name} padded", padded_settings(options, 2)))
     for name, one, other in zip(names, launch(2, *padded), launch(4, *ours), strict=True):
-        folders = tmp_path / f"{name} padded", tmp_path / f"{name} ours"
-        assert_same_run(one, other, *folders, ignore=("accuracies",) if name == "precomputed" else ())
+        assert_same_run(one, other, ignore=("accuracies",) if name == "precomputed" else ())
 
 
 @pytest.mark.parametrize("engine", ["zero2", "zero3"])
@@ -233,13 +240,11 @@ def test_groups_of_zero_train_what_padded_trl_trains(folder_of, tmp_path, engine
 def test_a_resumed_run_of_a_group_goes_on(folder_of, tmp_path):
     options = settings({"lora": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 4, "memory_budget": 1})
     options |= {"sequence_parallel_size": 2}
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    launch(2, ("dpo", folder_of("llama"), whole, options))
-    checkpoint = str(whole / "checkpoint-2")
-    (resumed,) = launch(2, ("dpo", folder_of("llama"), cut, {**options, "resume": checkpoint, "save_strategy": "no"}))
-    expected = json.loads((whole / "result.json").read_text())
-    expected["log"], resumed["log"] = expected["log"][:4], resumed["log"][:4]
-    assert_same_run(expected, resumed, whole, cut, ignore=["num_tokens"])  # TRL counts from the start of a run
+    (whole,) = launch(2, ("dpo", folder_of("llama"), tmp_path / "whole", options))
+    options |= {"resume": str(tmp_path / "whole" / "checkpoint-2"), "save_strategy": "no"}
+    (resumed,) = launch(2, ("dpo", folder_of("llama"), tmp_path / "resumed", options))
+    whole["log"], resumed["log"] = whole["log"][:4], resumed["log"][:4]
+    assert_same_run(whole, resumed, ignore=["num_tokens"])  # TRL counts from the start of a run
 
 
 REFUSED = {
@@ -261,9 +266,7 @@ def test_what_slices_cannot_do_is_refused_by_all_processes(folder_of, tmp_path):
         runs.append((task, folder_of(model), tmp_path / name, given))
     launch(2, *runs)
     for name, (*_, message) in REFUSED.items():
-        for rank in range(2):
-            said = json.loads((tmp_path / f"{name}/result.json.{rank}").read_text())
-            assert said is not None, name
+        for said in of_processes(tmp_path / name):
             assert message in said, name
             assert "sequence_parallel_size" in said, name
 

@@ -47,14 +47,13 @@ def assert_architecture(kind):
     compare("sft", partial(on_images, kind, "sft", lora=True), vision_messages(8, SEED), ("shared",))
 
 
-@pytest.mark.drawn(3)
 @pytest.mark.parametrize("kind", SAMPLE)
 def test_an_architecture_trains_as_with_padding(kind):
     assert_architecture(kind)
 
 
 @pytest.mark.models
-@pytest.mark.parametrize("kind", sorted(set(BUILDABLE)))
+@pytest.mark.parametrize("kind", BUILDABLE)
 def test_every_architecture_trains_as_with_padding(kind):
     assert_architecture(kind)
     compare("sft", partial(on_images, kind, "sft"), vision_completions(8, SEED), gradient_checkpointing=True)
@@ -154,7 +153,6 @@ def test_rounding_of_examples_with_images_is_no_mistake():
     run("dpo", "shared", **given, train_dataset=vision_pairs(6, 52005))  # which asserts that prefixes are shared
 
 
-@pytest.mark.drawn(3)
 @pytest.mark.parametrize("kind", SAMPLE)
 def test_images_are_processed_once_and_cut_into_parts(kind):
     model, processor = make_vision(kind, seed=SEED)
