@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.anywhere.test_planted import leaky, when
+from tests.anywhere.test_planted import leaky, placed, when
 from tests.helpers.architectures import tiny_model
 from tests.helpers.tiny import make_model, reward_model
 from trl_paddingfree import check_packed, padding_free
@@ -71,7 +71,9 @@ def test_a_verdict_says_up_to_where_it_holds():
 def test_what_takes_too_long_is_left_out_and_named(monkeypatch):
     monkeypatch.setattr("trl_paddingfree.check.packed._SECONDS", 0.0)
     monkeypatch.setattr("trl_paddingfree.check.training._ENTRIES", 3000)
-    result = check_packed(make_model(num_hidden_layers=4))
+    model = make_model(num_hidden_layers=4)
+    assert check_packed(model, partial(placed(torch.zeros_like), model)).verdict == "INEXACT"
+    result = check_packed(model)
     assert result.passed
     assert (result.documents, result.longest) == (4, 104)
     for named in (

@@ -197,6 +197,11 @@ def last_two(mask, rows):
     return mask | is_last & is_last[:, None]
 
 
+def up_to_eos(mask, rows):
+    before = (torch.cat(rows) == 2).cumsum(0)
+    return mask & (before[:, None] == before)
+
+
 def lost_rows(model, rows):
     return [x if i % 2 else x.detach() + 0 * x for i, x in enumerate(packed(model, rows))]
 
@@ -276,6 +281,7 @@ PLANTED = {
         "no gradient of a norm": (tiny, with_weight("model.norm.weight", torch.Tensor.detach)),
         "half a gradient of a layer between": (deep, with_weight("model.layers.3.mlp.down_proj.weight", half)),
         "logits in bfloat16": (tiny, answered(lambda x: x.bfloat16().float())),
+        "documents that end with EOS": (wide, masked(up_to_eos)),
         "shifted by one": (tiny, answered(lambda x: torch.cat([x[:1], x[:-1]]))),
     },
     "failed": {

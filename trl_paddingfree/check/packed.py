@@ -155,7 +155,7 @@ def _compare(
     config = model.config.get_text_config()
     windows = [x for name in LIMITS if isinstance(x := architecture.config_value(config, name), int)]
     # Windows that documents exceed are tried as they are: the call may have its own, which cannot be narrowed
-    narrows = max(windows, default=0) >= max(lengths, default=0)
+    narrows = bool(windows) and max(windows) >= max(lengths, default=0)
     evaluating = partial(undisturbed, model)
     training = cache(partial(PackedInTraining, model, called, draw, every_layer=every_layer))
     short = RowsAlone(model, called, draw, None if narrows else evaluating)

@@ -112,9 +112,14 @@ class LongRows(RowsAlone):
 
     def __init__(self, model: PreTrainedModel, called: Call, draw: int, trying: Trying, lengths: Sequence[int]):
         self.model, self.call, self.trying = model, called, trying
-        self.vocab_size = model.config.get_text_config().vocab_size
+        config = model.config.get_text_config()
+        self.vocab_size = config.vocab_size
         rng = np.random.default_rng(draw)
         self.rows = [rng.integers(0, self.vocab_size, n) for n in lengths]
+        # Within a document, tokens by which a call may take it for padding, or for two documents
+        longest = max(self.rows, key=len)
+        ends = [x for x in (config.pad_token_id, *np.atleast_1d(config.eos_token_id)) if x in range(self.vocab_size)]
+        longest[1 : 1 + len(ends)] = ends
         with self.trying():
             self.alone = self.answers(self.rows)
             padded = [self.answers(self.rows, more) for more in _PADDING]
