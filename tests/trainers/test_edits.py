@@ -80,12 +80,15 @@ COLLATORS = {
 
 
 def editing(collator_class, edit=lambda batch: batch, examples=lambda examples: examples, of=0):
-    @dataclass
     class Editing(collator_class):
-        def torch_call(self, given):
-            return edit(super().torch_call(examples(given)))
+        def __init__(self, edit):  # a signature of its own, and an attribute that is no field
+            super().__init__(of)
+            self.edit = edit
 
-    return Editing(of)
+        def torch_call(self, given):
+            return self.edit(super().torch_call(examples(given)))
+
+    return Editing(edit)
 
 
 def stepping(trainer_class, edit):
@@ -113,7 +116,12 @@ def test_edits_of_a_collator_are_trained_on(model_dir, task, edit):
     assert_same(expected, actual)
 
 
+def doubled(batch):
+    return {**batch, "weights": 2 * batch.get("weights", batch["input_ids"])}
+
+
 APO = {"loss_type": "apo_zero_unpaired", **IN_PARTS}
+WEIGHED = {"data_collator": editing(LanguageModelingCollator, doubled), **IN_PARTS}
 LATER = {
     "dpo": (other_tokens, {}, "were edited after .*: other tokens.*Edit them in `torch_call`"),
     "sft": (other_tokens, {}, "were edited after .*: other tokens.*Edit them in `torch_call`"),
@@ -122,6 +130,7 @@ LATER = {
     "sft, fewer in parts": (nothing_scored, IN_PARTS, "or fewer where it runs in parts"),
     "kto, label": (lambda batch: {**batch, "label": ~batch["label"]}, APO, "`label` of a micro-batch was added or cha"),
     "kto, own": (lambda batch: {**batch, "own": torch.ones(8)}, APO, "`own` of a micro-batch was added or changed"),
+    "sft, weights": (doubled, WEIGHED, "`weights` of a micro-batch was added or changed"),
     "sft, lost": (lambda batch: {"input_ids": batch["input_ids"]}, {}, r"no `flat_batch`, only \['input_ids'\]"),
 }
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import RandomSampler
 
 from scripts.benchmark.studies.arranging import imbalance
-from tests.helpers.tiny import SEED, conversations, following_rotary, make_model, preference_data
+from tests.helpers.tiny import DATA, SEED, conversations, following_rotary, make_model, preference_data
 from tests.runs import PER_MICRO_BATCH, assert_same, make_trainer, run
 from trl_paddingfree import (
     PaddingFreeDPOTrainer,
@@ -154,24 +154,23 @@ def test_an_example_above_the_budget_runs_in_slices_and_others_in_parts(model_di
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_frequencies_that_follow_the_longest_row_couple_examples_where_rows_reach_them(tokenizer, kind):
-    data = {"dpo": preference_data(16, SEED), "sft": conversations(16, SEED)}
-
     def trained(task, layout, **options):
         models = {name: make_model(**following_rotary(24, kind)) for name in ("model", "ref_model")}
-        given = models if task == "dpo" else {"model": models["model"]}
-        return run(task, layout, **given, train_dataset=data[task], processing_class=tokenizer, steps=2, **options)
+        given = {"model": models["model"]} if task == "sft" else models
+        data = DATA[task](16, SEED)
+        return run(task, layout, **given, train_dataset=data, processing_class=tokenizer, steps=2, **options)
 
     below, parts = {"max_length": 24}, {"max_tokens_per_micro_batch": 80}
-    moved = {"arrange_micro_batches": "tokens"}
-    for task in data:
+    moved, beyond = {"arrange_micro_batches": "tokens"}, {**below, "pad_to_multiple_of": 32}
+    for task in ("dpo", "sft"):
         with pytest.raises(ValueError, match=f"`rope_type='{kind}'` and rows of more than 24 tokens the loss"):
             trained(task, "ours", **moved)
-    # Rows that stay below, and rows beyond that nothing moves, train as padded TRL's. So do parts of a micro-batch
-    for task, both, ours in (("sft", below, moved), ("sft", {}, {}), ("sft", {}, parts), ("dpo", {}, parts)):
+    # Rows that stay below, and rows beyond that nothing moves, train as padded TRL's. So do parts of a micro-batch, and
+    # rows that only padding makes longer
+    same = [("sft", below, moved), ("sft", {}, {}), ("sft", {}, parts), ("dpo", {}, parts)]
+    for task, both, ours in (*same, ("sft", beyond, {}), ("dpo", beyond, parts), ("kto", beyond, {})):
         padded = trained(task, "padded", **both)
         assert_same(padded, trained(task, "ours", **both, **ours), ignored=PER_MICRO_BATCH)
-    with pytest.raises(ValueError, match="`pad_to_multiple_of=32`: .* beyond 24 tokens"):
-        trained("sft", "ours", **below, pad_to_multiple_of=32)
 
 
 @pytest.mark.parametrize(("kind", "limits"), [("longrope", (None, 36)), ("dynamic", (44, 36))])

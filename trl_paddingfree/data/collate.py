@@ -1,8 +1,9 @@
 """Collators: TRL's padded rows, plus the flat batch that the model computes instead."""
 
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from transformers.data.data_collator import DataCollatorMixin
@@ -37,6 +38,9 @@ class FlatCollator(DataCollatorMixin):
         keeps_rows (`bool`, *optional*, defaults to `False`):
             Whether batches also have their [`~trl_paddingfree.data.rows.CollatedRows`], as `"rows"`, from which a
             trainer can build smaller batches.
+        rotary_limit (`int`, *optional*):
+            The row length from which rotary frequencies of the model depend on the longest row. Flat batches of rows
+            that are padded to this length or beyond have the frequencies of the padded rows.
 
     >>> from dataclasses import dataclass
     >>> from trl.trainer.dpo_trainer import DataCollatorForPreference
@@ -52,6 +56,7 @@ class FlatCollator(DataCollatorMixin):
     padding_free: bool = False
     prefix_sharing: bool = True
     keeps_rows: bool = False
+    rotary_limit: int | None = None
 
     # Rows per example; the first rows of all examples come first, then the second ones. `None`: two of a pair, else
     # the number of rows divided by that of examples. A collator that leaves out examples must set it
@@ -63,8 +68,13 @@ class FlatCollator(DataCollatorMixin):
         """`(R, L)` int64: the tokens of `rows` that are scored, else -100. By default, those in `completion_mask`."""
         return rows["input_ids"].masked_fill(rows["completion_mask"] == 0, IGNORE_INDEX)
 
-    def flatten(self, rows: Inputs, reach: int | None = None, images: "RowImages | None" = None) -> FlatBatch:
-        """The flat batch of padded rows; `reach` and `images` are as in [`~trl_paddingfree.FlatBatch.from_rows`]."""
+    def changed(self, **values: Any) -> Self:
+        """A copy with these `values`, which shares everything else that a subclass holds, fields or not."""
+        vars(other := copy(self)).update(values)
+        return other
+
+    def flatten(self, rows: Inputs, images: "RowImages | None" = None) -> FlatBatch:
+        """The flat batch of padded rows; `images` are as in [`~trl_paddingfree.FlatBatch.from_rows`]."""
         if rows["input_ids"].is_floating_point():
             raise ValueError(f"`input_ids` are of type {rows['input_ids'].dtype}, and tokens are whole numbers.")
         mask, lengths = rows["attention_mask"], rows["attention_mask"].sum(1, keepdim=True)
@@ -74,7 +84,9 @@ class FlatCollator(DataCollatorMixin):
                 "batch cannot hold: pad rows on the right, or set `padding_free=False`."
             )
         options: dict[str, Any] = {name: getattr(self, name) for name in self.padded_by}
-        options |= {"prefix_sharing": self.prefix_sharing, "reach": reach, "images": images}
+        options |= {"prefix_sharing": self.prefix_sharing, "images": images}
+        if self.rotary_limit is not None and mask.size(1) >= self.rotary_limit:
+            options["reach"] = mask.size(1)
         return FlatBatch.from_padded(rows["input_ids"], mask, self.row_labels(rows), **options)
 
     def __call__(self, features: list[Example], return_tensors: str | None = None) -> Inputs:
@@ -158,8 +170,8 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
             rows["labels"][:, 0] = IGNORE_INDEX  # as in TRL: some losses count labels before they are shifted
         return rows
 
-    def flatten(self, rows: Inputs, reach: int | None = None, images: "RowImages | None" = None) -> FlatBatch:
-        batch = super().flatten(rows, reach, images)
+    def flatten(self, rows: Inputs, images: "RowImages | None" = None) -> FlatBatch:
+        batch = super().flatten(rows, images)
         multiple = self.pad_to_multiple_of or 1
         packed = -(-batch.counts.real // multiple) * multiple
         return replace(batch, packed=packed) if self.cuts_packed else batch
@@ -203,12 +215,12 @@ class RewardCollator(FlatCollator, DataCollatorForReward):
 class FlatMismatchedCollator(FlatCollator):
     """If a batch has KTO's mismatched rows (`"KL_input_ids"`), adds their flat batch as `companion`."""
 
-    def flatten(self, rows: Inputs, reach: int | None = None, images: "RowImages | None" = None) -> FlatBatch:
-        batch = super().flatten(rows, reach, images)
+    def flatten(self, rows: Inputs, images: "RowImages | None" = None) -> FlatBatch:
+        batch = super().flatten(rows, images)
         if "KL_input_ids" not in rows:
             return batch
         mismatched = {name: rows[f"KL_{name}"] for name in ("input_ids", "attention_mask", "completion_mask")}
-        return replace(batch, companion=super().flatten(mismatched, images=images))
+        return replace(batch, companion=super().flatten(mismatched, images))
 
 
 @dataclass

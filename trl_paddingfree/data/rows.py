@@ -45,9 +45,9 @@ class CollatedRows:
         """A flat batch of each example on its own."""
         return [self.take([i]).with_flat()["flat_batch"] for i in range(self.num_items)]
 
-    def with_flat(self, reach: int | None = None) -> Inputs:
-        """The rows plus their flat batch; `reach` is as in [`~trl_paddingfree.FlatBatch.from_rows`]."""
-        return {**self.rows, "flat_batch": self.collator.flatten(self.rows, reach)}
+    def with_flat(self) -> Inputs:
+        """The rows plus their flat batch."""
+        return {**self.rows, "flat_batch": self.collator.flatten(self.rows)}
 
 
 def generated_on_host(

@@ -6,7 +6,6 @@ rows are inverted, and `effect` how much they move when their *own* are.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -77,7 +76,7 @@ class ImageProbe:
         examples = [self.examples[name] for name in names]
         if prefix_sharing is None:
             return _scoring_all(self.collator.padded(examples))
-        collator = replace(self.collator, prefix_sharing=prefix_sharing)
+        collator = self.collator.changed(prefix_sharing=prefix_sharing)
         return collator.collated_rows(_scoring_all(collator.rows(examples)), examples).with_flat()
 
 

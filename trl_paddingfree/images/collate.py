@@ -1,7 +1,7 @@
 """Collators of images and text: TRL's rows and their flat batch, with each image processed once."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -94,7 +94,7 @@ class VisionPreferenceCollator(FlatVisionCollator, DataCollatorForVisionPreferen
     """TRL's collator of preference pairs with images. With `padding_free`, each image appears once."""
 
     def rows(self, examples: list[Example]) -> Inputs:
-        return replace(self, processor=ImagesOnce(self.processor)).padded(examples)  # type: ignore[arg-type]
+        return self.changed(processor=ImagesOnce(self.processor)).padded(examples)
 
 
 @dataclass
@@ -135,7 +135,7 @@ class CollatedImageRows(CollatedRows):
         rows |= of_images(self.collator.rows(chosen))  # only images: a subclass may have edited the rows
         return CollatedImageRows(self.collator, rows, len(chosen), chosen, range(len(chosen)))
 
-    def with_flat(self, reach: int | None = None) -> Inputs:
+    def with_flat(self) -> Inputs:
         rows, rules, images = self.rows, self.collator.rules, None
         if (rows["input_ids"] == rules.token_id).any():
             pixels = rows.get("pixel_values", ())
@@ -146,7 +146,7 @@ class CollatedImageRows(CollatedRows):
                 )
             sources = [*self.sources] * (len(rows["input_ids"]) // self.num_items)
             images = RowImages(rules, sources, rows.get("image_grid_thw"), num_pixels=sum(map(torch.numel, pixels)))
-        batch = self.collator.flatten(rows, reach, images)
+        batch = self.collator.flatten(rows, images)
         # A plain dict with the rows first: the data loader takes the first value's length, and moves the others
         return {"input_ids": rows["input_ids"], **rows, "flat_batch": batch}
 

@@ -22,6 +22,8 @@ _EDITS = {
     "attention_mask": "another `attention_mask`",
     "labels": "more or other tokens to score, or fewer where it runs in parts (`labels`, or `completion_mask`)",
 }
+# Inputs whose edits [`edits`] finds; labels of pairs are made of `completion_mask`
+_COMPARED = (*_EDITS, "completion_mask")
 
 
 class EditedRowsError(ValueError):
@@ -88,7 +90,7 @@ def refuse_lost_batch(inputs: Inputs) -> None:
     if "flat_batch" in inputs:
         raise EditedRowsError(
             "The inputs of `training_step` have no `rows`, which parts of them are made of. A data loader of your own "
-            "needs `dataclasses.replace(self.data_collator, keeps_rows=True)`. Or leave `memory_budget` and "
+            "needs `self.data_collator.changed(keeps_rows=True)`. Or leave `memory_budget` and "
             "`max_tokens_per_micro_batch` out."
         )
     raise EditedRowsError(
@@ -100,13 +102,14 @@ def refuse_lost_batch(inputs: Inputs) -> None:
 def refuse_lost_values(inputs: Inputs, made: Inputs) -> None:
     """
     Reject inputs of a micro-batch that differ from what the collator `made`, because its parts would lack the change.
-    Waits for the device if the collator returns one number per row.
+    Waits for the device if the collator returns more than the rows that [`edits`] compares.
     """
     for name, value in inputs.items():
         before = made.get(name)
         is_lost = name not in ("flat_batch", "rows", *made)
-        if isinstance(value, torch.Tensor) and value.ndim == 1 and before is not None and before is not value:
-            is_lost = not np.array_equal(value.cpu().double(), torch.as_tensor(before).double(), equal_nan=True)
+        if isinstance(value, torch.Tensor) and name not in _COMPARED and before is not None and before is not value:
+            before = torch.as_tensor(before).to(value.dtype)  # engines cast floats to their dtype
+            is_lost = not np.array_equal(value.cpu().double(), before.double(), equal_nan=True)
         if is_lost:
             raise EditedRowsError(
                 f"`{name}` of a micro-batch was added or changed after the collator. This micro-batch runs in parts, "

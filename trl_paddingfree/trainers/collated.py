@@ -52,7 +52,9 @@ class CollatedTrainer(FlatTrainer):
         if self.flat.models:
             return
         super().start_flat()
-        self.data_collator = replace(self._flat_collator(), prefix_sharing=self.flat.trained.route.prefix_sharing)
+        limit = min(self.flat.rotary_limits().values(), default=None)
+        sharing = self.flat.trained.route.prefix_sharing
+        self.data_collator = self._flat_collator().changed(prefix_sharing=sharing, rotary_limit=limit)
 
     @when_flat
     def _precompute_ref_logps(self, *args, **kwargs):
@@ -69,8 +71,8 @@ class CollatedTrainer(FlatTrainer):
         if not isinstance(collator, wanted):
             collator = wanted(**vars(collator))
         if isinstance(collator, FlatVisionCollator):
-            collator = replace(collator, rules=self.image_rules())
-        return replace(collator, padding_free=True)
+            collator = collator.changed(rules=self.image_rules())
+        return collator.changed(padding_free=True)
 
     def images_to_try(self) -> ImageProbe | None:
         """The first examples with images, as the collator will get them; `None` for text."""
@@ -115,20 +117,17 @@ class CollatedTrainer(FlatTrainer):
         return self.example_lengths()
 
     def refuse_options(self) -> None:
-        options, group, multiple = self.flat.options, self.flat.group, self.collated_by("pad_to_multiple_of")
-        arranges, rotary = options.arrange_micro_batches != "none", []
+        options, group = self.flat.options, self.flat.group
+        arranges, coupling = options.arrange_micro_batches != "none", self.coupled_by()
         for kind, length in self.flat.rotary_limits().items():
-            if multiple and self.exceeds(length // multiple * multiple):  # padding makes rows longer
-                raise ValueError(
-                    f"`pad_to_multiple_of={multiple}`: with `rope_type={kind!r}`, padding that reaches beyond {length} "
-                    "tokens changes the frequencies of all rows. Leave `pad_to_multiple_of` out."
-                )
             if group is not None and self.exceeds(length):
                 raise ValueError(group.too_long(kind, length))
             if arranges and self.exceeds(length):
-                rotary.append(f"`rope_type={kind!r}` and rows of more than {length} tokens")
+                coupling.append(f"`rope_type={kind!r}` and rows of more than {length} tokens")
         if arranges:
-            refusals.refuse_to_move(options, [*self.coupled_by(), *rotary, *self.weighed_by_micro_batch()])
+            if alpha := self.args.neftune_noise_alpha:
+                coupling.append(f"`neftune_noise_alpha={alpha}`, whose noise shrinks with the longest row,")
+            refusals.refuse_to_move(options, [*coupling, *self.weighed_by_micro_batch()])
             refusals.refuse_to_look_ahead(options, self.train_dataset, self.args)
         if options.has_budget and self._adds_up:
             refusals.refuse_lost_gradients(self.accelerator.state.deepspeed_plugin, self.args)
@@ -159,7 +158,7 @@ class CollatedTrainer(FlatTrainer):
     def get_train_dataloader(self):
         collator = self.data_collator
         if self.flat.options.has_budget:  # in training only: evaluation keeps no activations and needs no parts
-            collator = replace(collator, keeps_rows=True)
+            collator = collator.changed(keeps_rows=True)
         with attributes_set([(self, "data_collator", collator)]):
             loader: Any = super().get_train_dataloader()
         if self.flat.sampler is not None:
@@ -191,7 +190,7 @@ class CollatedTrainer(FlatTrainer):
         # The example that needs most overall is assumed to be among the largest by one of these
         measures = (tokens, row_lengths(lengths).max(1), lengths[:, -2:].sum(1))
         candidates = {int(i) for measure in measures for i in np.argsort(measure, kind="stable")[-_CANDIDATES:]}
-        collator = replace(self.data_collator, keeps_rows=True)
+        collator = self.data_collator.changed(keeps_rows=True)
         batches = [
             (batch, f"example {i} of the training data")
             for i in candidates
@@ -255,10 +254,7 @@ class CollatedTrainer(FlatTrainer):
         if rows.num_items == 1 or planner.is_whole(whole):
             return [inputs]
         refuse_lost_values(inputs, rows.rows)
-        reach = self.flat.reach_of(whole)
-        parts = [
-            rows.take(items).with_flat(reach) for items in planner.parts(list(map(planner.features, rows.alone())))
-        ]
+        parts = [rows.take(items).with_flat() for items in planner.parts(list(map(planner.features, rows.alone())))]
         # transformers moves tensors, but not flat batches: the data loader has only moved that of the whole
         device = self.args.device
         return [{**part, "flat_batch": part["flat_batch"].to(device, non_blocking=True)} for part in parts]

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from copy import copy
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -105,7 +104,7 @@ class OnlineTrainer(FlatTrainer):
             return None
         self._rules = self.image_rules()
         self._known = WeakTensorKeyDictionary()
-        probe.collator = replace(collator, rules=self._rules)
+        probe.collator = collator.changed(rules=self._rules)
         return probe
 
     def images_of(self, inputs: Inputs) -> GeneratedImages | None:

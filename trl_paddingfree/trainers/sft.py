@@ -1,7 +1,5 @@
 """SFT without padding."""
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from trl import SFTConfig, SFTTrainer
@@ -62,7 +60,7 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
             return collator
         if collator.return_position_ids and not self.data_collator.padding_free:
             raise ValueError("`return_position_ids=True` numbers documents within rows that are not cut: leave it out.")
-        return replace(collator, cuts_packed=self.data_collator.padding_free)  # TRL sets it if it packs
+        return collator.changed(cuts_packed=self.data_collator.padding_free)  # TRL sets it if it packs
 
     @property
     def _cuts_packed(self) -> bool:
