@@ -96,8 +96,11 @@ class RowsInTraining:
         limits = {name: x for name in _BUILT_WITH if isinstance(x := config.get(name), int) and x > 0}
         exceeding = [limit + limit // 4 for limit in limits.values() if limit <= longest_limit]
         self.length = min([max([_LENGTH, *exceeding]), *positions])
-        beyond = [f"`{name}={limit}`" for name, limit in limits.items() if limit >= self.length]
-        self.notes = tuple(f"{each} is longer than the rows that were tried" for each in beyond)
+        self.notes = tuple(
+            f"`{name}={limit}` is longer than the rows that were tried"
+            for name, limit in limits.items()
+            if limit >= self.length
+        )
         # Numbers of positions that a flat row can exceed within seconds
         self.position_limits = [limit for limit in positions if limit < longest_flat]
         self.rows = probe.long_rows(model, self.length, draw)
@@ -199,8 +202,9 @@ class RowsInTraining:
             if failure := self._beyond_positions(batch.counts.computed, is_random):
                 return Verdict(failure=failure)
             if is_random:
-                reason = "it draws at random in training (no gradient reaches another row)"
-                return Verdict(skipped=reason, notes=self.notes)
+                return Verdict(
+                    skipped="it draws at random in training (no gradient reaches another row)", notes=self.notes
+                )
 
         def beside(values: Callable[[Pass], Values], **options: Any) -> Verdict:
             return compare(values(expected), values(flat), lambda: values(self.noise()), self.unit, **options)
@@ -236,12 +240,12 @@ def check_gradients(in_training: Callable[[], RowsInTraining], prefix_sharing: b
         first_line, *_ = str(error).split("\n")
         return Verdict(failure=f"a row alone raises {type(error).__name__}: {first_line}", unmendable=True)
     if reference.lost:
-        failure = (
-            f"no gradient comes through {', '.join(reference.lost[:3])}, which is frozen. What trains before it would "
-            "get wrong gradients or none, and nothing would say so. Load the model with weights that can be trained "
-            'through, such as `dtype="bfloat16"` or bitsandbytes'
+        return Verdict(
+            failure=f"no gradient comes through {', '.join(reference.lost[:3])}, which is frozen. What trains before "
+            "it would get wrong gradients or none, and nothing would say so. Load the model with weights that can be "
+            'trained through, such as `dtype="bfloat16"` or bitsandbytes',
+            unmendable=True,
         )
-        return Verdict(failure=failure, unmendable=True)
     try:
         with reference.in_training():
             return reference.compare(prefix_sharing)
