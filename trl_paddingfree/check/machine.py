@@ -19,7 +19,7 @@ def flash_implementations() -> list[str]:
 
 def package_versions() -> dict[str, str | None]:
     """Versions of the packages that matter; `None` for those that are not installed."""
-    versions: dict[str, str | None] = dict.fromkeys((*_PACKAGES, *_OPTIONAL))
+    versions = dict.fromkeys((*_PACKAGES, *_OPTIONAL))
     for name in versions:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
