@@ -56,8 +56,12 @@ def set_where(
     they hold: those for which `is_meant(holder, name, x)` is true.
     """
     modules = [*modules]
-    models = [module for module in modules if isinstance(module, PreTrainedModel)]
-    configs = [config for module in models for config in (module.config, module.config.get_text_config())]
+    configs = [
+        config
+        for module in modules
+        if isinstance(module, PreTrainedModel)
+        for config in (module.config, module.config.get_text_config())
+    ]
     holders = {id(holder): holder for holder in (*configs, *modules)}.values()
     return attributes_set(
         (holder, name, value(x)) for holder in holders for name, x in vars(holder).items() if is_meant(holder, name, x)
@@ -108,8 +112,7 @@ def long_rows(model: PreTrainedModel, length: int, draw: int) -> list[np.ndarray
     padding token, whose embedding is zero in many models: norms amplify its gradient, and the rounding in it.
     """
     vocab_size, shared = model.config.get_text_config().vocab_size, int(length * SHARED)
-    rng = np.random.default_rng(draw)
-    first, second, third, fourth = rng.integers(0, vocab_size, (4, length))
+    first, second, third, fourth = np.random.default_rng(draw).integers(0, vocab_size, (4, length))
     third[0] = (first[0] + 2) % vocab_size
     for row, continued in ((second, first), (fourth, third)):
         row[:shared] = continued[:shared]
@@ -194,10 +197,9 @@ class RowsAlone:
         self.effect = root_mean_square(moved - still)
         # The measured noise may be zero by chance, or because padded rows used the same kernels: tolerate at least one
         # unit of rounding, relative to the log-probabilities
-        scale = root_mean_square(torch.cat(self.alone))
         unit = rounding_unit(self.model)
         # A pooled head gives one number per row: with so few, the measured noise may be near zero by chance
-        least = unit * scale * (NOISE_FACTOR if is_pooled(self.model) else units)
+        least = unit * root_mean_square(torch.cat(self.alone)) * (NOISE_FACTOR if is_pooled(self.model) else units)
         explained = min(NOISE_FACTOR * self.noise + least, HALF_DIGITS_FACTOR * unit**0.5 * self.effect)
         # If context has almost no effect, half its digits are less than a unit of rounding, which is tolerated
         self.tolerance = max(explained, min(least, LEAK_FRACTION * self.effect))
@@ -233,8 +235,7 @@ class RowsAlone:
 def compute_dtype(model: PreTrainedModel) -> torch.dtype:
     """The dtype in which the model computes."""
     # FSDP1 may have offloaded the weights, but computes on the accelerator
-    accelerator = torch.accelerator.current_accelerator()
-    for device in (model.device, accelerator):
+    for device in (model.device, torch.accelerator.current_accelerator()):
         if device is not None and torch.is_autocast_enabled(device.type):
             return torch.get_autocast_dtype(device.type)
     if (dtype := upstream.sharded_dtype(model)) is not None:
