@@ -184,7 +184,6 @@ def why_refused(model: PreTrainedModel, failed: list[CheckResult]) -> list[str]:
     if (group := FlatModel.group_of(model)) is not None:
         return [f"It was computed in slices: `sequence_parallel_size={group.size}`. Set that to 1."]
     config = vars(model.config.get_text_config())
-    failures = [result.failure for result in failed]
     is_stateful = upstream.is_stateful(model) or "linear_attention" in (config.get("layer_types") or ())
     is_unknown = is_stateful and not carries_state(model)
     takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
@@ -196,7 +195,9 @@ def why_refused(model: PreTrainedModel, failed: list[CheckResult]) -> list[str]:
         "It takes no `position_ids`: it counts positions along the whole flat row.": not takes_positions,
         f"It counts positions from {offset} rather than from 0.": offset > 0,
         "`config.is_decoder=False`: its tokens see those that follow.": config.get("is_decoder") is False,
-        "It raises errors for flat batches, like models that make their masks from a 2-D one.": all(failures),
+        "It raises errors for flat batches, like models that make their masks from a 2-D one.": all(
+            result.failure for result in failed
+        ),
     }
     reasons = [obstacle for obstacle, is_so in obstacles.items() if is_so]
     if not reasons and all(result.isolated for result in failed):
@@ -276,16 +277,16 @@ def prove(
     for candidate in routes:
         for draw in range(draws):
             again = f" (draw {draw + 1} of at most {draws})" if draw else ""
-            then = "gradients of long ones" if trains else "long ones"
-            tell(f"{candidate}: short rows alone and flat, then {then}{again}")
+            tell(f"{candidate}: short rows alone and flat, then {'gradients of ' * trains}long ones{again}")
             trained = None if no_gradients else partial(in_training, draw)
             result = check_flat(model, candidate, reference(draw), trained, agree)
             if agree(result.passed):
-                skipped = Verdict(skipped=no_gradients)
-                return replace(result, gradients=skipped) if no_gradients else result, failed
+                return replace(result, gradients=Verdict(skipped=no_gradients)) if no_gradients else result, failed
             if result.gradients is not None and result.gradients.unmendable:
-                loaded = f"{type(model).__name__} cannot be trained as it is loaded, with padding either"
-                raise UnprovenModelError(f"{loaded}: {result.gradients.failure}.")
+                raise UnprovenModelError(
+                    f"{type(model).__name__} cannot be trained as it is loaded, with padding either: "
+                    f"{result.gradients.failure}."
+                )
             if not agree(result.isolated):
                 break
         failed.append(replace(result, failure="not exact on another process") if result.passed else result)
