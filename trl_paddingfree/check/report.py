@@ -75,7 +75,7 @@ def try_backends(model: PreTrainedModel, tell: Callable[[str], None]) -> dict[st
     reference, in_training = RowsAlone(model), cache(partial(RowsInTraining, model))
     by_backend: dict[str, tuple[list[CheckResult], str]] = {}
     for backend in BACKENDS:
-        results: list[CheckResult] = []
+        results = []
         try:
             routes, reasons = routes_to_try(model, choose_route(model, backend), fallback=False), ""
         except ValueError as error:
