@@ -1,7 +1,7 @@
 """Contexts in which a model is tried, in training or evaluation mode. They leave it bit for bit as it was."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate, count
@@ -121,8 +121,7 @@ def _kind(layer: torch.nn.Module) -> str:
             return within(*(key for key in x if isinstance(key, str)), *x.values())
         if isinstance(x, list | tuple | set | frozenset):
             return within(*(sorted(x, key=repr) if isinstance(x, set | frozenset) else x))
-        attributes = vars(x) if hasattr(x, "__dict__") else None
-        return id(x) if attributes is None else within(*sorted(attributes.items()))
+        return within(*sorted(vars(x).items())) if hasattr(x, "__dict__") else id(x)
 
     found = []
     for name, part in layer.named_modules():
@@ -138,9 +137,9 @@ def _one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[tuple[str, ...]]
     Within this context, only the first and the last layer of each kind run, so that a deep model takes no longer than a
     shallow one. Yields which others were left out, in words. If weights are sharded, all run, as engines expect.
     """
-    skipped: list[tuple[torch.nn.Module, str, Callable]] = []
+    skipped = []
     outputs: dict[str, Output] = {}
-    left_out: list[str] = []
+    left_out = []
     stacks = [each for each in model.get_decoder().named_children() if isinstance(each[1], torch.nn.ModuleList)]
     with ExitStack() as hooks:
         for name, stack in () if is_sharded(model) else stacks:
@@ -266,8 +265,7 @@ def frozen_layers_tried(model: PreTrainedModel) -> Iterator[list[str]]:
             quantized = [x for x in module.buffers(recurse=False) if not x.is_floating_point()]
             weights = [*module.parameters(recurse=False), *quantized]
             if not any(x.requires_grad for x in weights) and any(x.ndim > 1 and not _is_zero(x) for x in weights):
-                hook = partial(differentiate, name)
-                hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
+                hooks.enter_context(module.register_forward_pre_hook(partial(differentiate, name), with_kwargs=True))
         yield lost
 
 
