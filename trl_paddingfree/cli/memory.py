@@ -93,8 +93,7 @@ def training_needs(config: PreTrainedConfig, tuning: str, num_references: int, a
     flash attention keeps on GPUs or, without `as_kernels`, what PyTorch's attention keeps on this machine.
     """
     text, is_full = config.get_text_config(), tuning == "full"
-    types = [getattr(text, name, None) or [""] * text.num_hidden_layers for name in _TYPES]
-    kinds = list(zip(*types, strict=True))
+    kinds = list(zip(*(getattr(text, name, None) or [""] * text.num_hidden_layers for name in _TYPES), strict=True))
     which = [kinds.index(kind) for kind in kinds]  # for each layer, the first of its kind, which needs the same memory
     model = _first_layers(config, 1 + max(which))
     if as_kernels and upstream.takes_attention_function(model):
@@ -188,7 +187,7 @@ def memory_report(
     task: str, batches: Mapping[int, Sequence[BatchCounts]], model: str, tuning: str, memory_gib: float | None
 ) -> dict[str, Any]:
     """Memory of the largest batch of each size, by layout; with `memory_gib` also what fits and what a budget gains."""
-    needs, units = training_needs(model_config(model), tuning, int(task in _WITH_REFERENCE)), step_units(task, tuning)
+    needs = training_needs(model_config(model), tuning, int(task in _WITH_REFERENCE))
     sizes = []
     for batch_size, counts in batches.items():
         row: dict[str, Any] = {"batch_size": batch_size}
@@ -203,7 +202,9 @@ def memory_report(
                 "host_gib": host / GIB,
             }
             if memory_gib is not None:
-                row[layout] |= _within(int(memory_gib * GIB), needs, every, largest / batch_size, units)
+                row[layout] |= _within(
+                    int(memory_gib * GIB), needs, every, largest / batch_size, step_units(task, tuning)
+                )
         sizes.append(row)
     return {"model": model, "tuning": tuning, "memory_gib": memory_gib, "fixed_gib": needs.fixed / GIB, "sizes": sizes}
 
@@ -218,7 +219,6 @@ def _within(budget: int, needs: MemoryNeeds, every: np.ndarray, example: np.ndar
         return bisect_right(range(1, MOST_EXAMPLES), budget, key=lambda n: int(needs.peaks(n * example)[number]))
 
     tokens = every[:, TOKENS]
-    fewest = [needs.fewest_recomputed(batch, budget)[0] for batch in every]
-    recomputed = np.array(fewest) / len(needs.per_feature.kept)
+    recomputed = np.array([needs.fewest_recomputed(batch, budget)[0] for batch in every]) / len(needs.per_feature.kept)
     speed_up = float(tokens.sum() * (units + 1) / (tokens @ (units + recomputed)))
     return {"recomputed_batch": fitting(-1), "kept_batch": fitting(0), "speed_up": speed_up}
