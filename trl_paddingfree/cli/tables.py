@@ -114,12 +114,13 @@ def summarize(trainer: Any, metrics: dict[str, float], seconds: float) -> None:
     memory = trainer.flat.peak_memory
     if not trainer.accelerator.is_main_process:
         return
-    examples = metrics["train_samples_per_second"] * metrics["train_runtime"]
     figures = {
         "time": f"{seconds:.1f} s",
         "optimizer steps": f"{trainer.state.global_step}",
         "final loss": f"{metrics['train_loss']:.4f} (mean over the run)",
-        f"{trainer.sample_unit} per second": f"{examples / seconds:.2f}",
+        f"{trainer.sample_unit} per second": (
+            f"{metrics['train_samples_per_second'] * metrics['train_runtime'] / seconds:.2f}"
+        ),
         "real tokens per second": f"{counts.real / seconds:,.0f}",
         "tokens computed": f"{counts.computed:,}",
         "slots of the padded batches": f"{counts.padded:,}",
