@@ -162,8 +162,9 @@ def say_where(training_args: TrainingArguments) -> None:
             "leave it out."
         )
     if training_args.use_cpu:
-        precision = str(bool(training_args.bf16)).lower()
-        sys.stderr.write(f"No accelerator: training on the CPU (`--use_cpu true --bf16 {precision}`).\n")
+        sys.stderr.write(
+            f"No accelerator: training on the CPU (`--use_cpu true --bf16 {str(bool(training_args.bf16)).lower()}`).\n"
+        )
 
 
 def main(task: str, args: Sequence[str] | None = None, launched: bool = False) -> None:
