@@ -236,8 +236,7 @@ class FlatBatch(HasTensors):
 
     def to_rows(self) -> list[list[int]]:
         """The rows that the batch was made from. The inverse of [`FlatBatch.from_rows`]."""
-        rows = self.input_ids[0][self.row_index]
-        return [row[mask].tolist() for row, mask in zip(rows, self.row_mask, strict=True)]
+        return [row[mask].tolist() for row, mask in zip(self.input_ids[0][self.row_index], self.row_mask, strict=True)]
 
     def scored_of(self, values: torch.Tensor) -> torch.Tensor:
         """`(1, P, D)`: the vectors of scored tokens in `values`, which is `(1, T, D)` on any device."""
