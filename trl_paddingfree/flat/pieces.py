@@ -60,7 +60,7 @@ class Pieces:
         firsts, lengths, parents, depths, before = view.pieces
         enters = np.isin(before, reads)
         place = np.empty(len(parents), dtype=np.int64)  # index of each piece within its level, call by call
-        slots: list[np.ndarray] = []
+        slots = []
         levels, sizes = [], np.bincount(depths)
         for depth in range(len(sizes)):
             level, calls = np.flatnonzero(depths == depth), []
@@ -140,7 +140,7 @@ class PathRows:
             return PathRows(((1, total),), None, None)
         lengths, size = segments.key_lengths, 0
         groups = [[i] for i in range(len(lengths))] if step_cost is None else groups_of_like_length(lengths, step_cost)
-        slots: list[np.ndarray] = []
+        slots = []
         firsts = np.empty(len(lengths), dtype=np.int64)  # the slot where the row of each segment begins
         for group in groups:
             longest = lengths[group[-1]]
