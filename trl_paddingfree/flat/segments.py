@@ -150,8 +150,9 @@ class Segments:
     @cached_property
     def entered(self) -> np.ndarray:
         """`(N,)` int64: the flat token that precedes the first one of each segment in its row; -1 for roots."""
-        paths = zip(self._paths, self.starts, strict=True)
-        return np.array([path[start - 1] if start else -1 for path, start in paths])
+        return np.array(
+            [path[start - 1] if start else -1 for path, start in zip(self._paths, self.starts, strict=True)]
+        )
 
     @cached_property
     def kv_index(self) -> np.ndarray | None:
@@ -216,9 +217,7 @@ def adjacent_prefixes(rows: Sequence[np.ndarray]) -> tuple[list[int], list[int]]
     # Byte order is not the order of the ids, but it keeps rows with a common prefix together
     keys = [np.ascontiguousarray(row).tobytes() for row in rows]
     order = sorted(range(len(rows)), key=keys.__getitem__)
-    prefixes = [0]
-    prefixes += [common_prefix(rows[before], rows[after]) for before, after in pairwise(order)]
-    return order, prefixes
+    return order, [0, *(common_prefix(rows[before], rows[after]) for before, after in pairwise(order))]
 
 
 def num_distinct_tokens(rows: Sequence[np.ndarray]) -> int:
