@@ -147,7 +147,7 @@ class MemoryNeeds:
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of distinct storages: of a sharded tensor, the local shard."""
-    storages: dict[int, int] = {}
+    storages = {}
     for tensor in tensors:
         own = local_part(tensor)
         own = vars(own).get("ds_tensor", own)  # ZeRO-3
@@ -175,9 +175,11 @@ def optimizer_bytes(optimizer: type, options: dict[str, Any], parameters: Sequen
         try:
             made = optimizer([sample], **options)
             made.step()
-            state = [x for x in made.state[sample].values() if isinstance(x, torch.Tensor)]
             # Paged state moves to the host when anything else needs memory
-            per_byte = tensor_bytes(x for x in state if not vars(x).get("is_paged")) / tensor_bytes([sample])
+            state = [
+                x for x in made.state[sample].values() if isinstance(x, torch.Tensor) and not vars(x).get("is_paged")
+            ]
+            per_byte = tensor_bytes(state) / tensor_bytes([sample])
         except Exception as error:  # it may need the whole model: assume Adam, whose state is the largest
             logger.warning(f"{optimizer.__name__} does not say how large its state is, which counts as Adam's: {error}")
             per_byte = 2.0
