@@ -102,15 +102,15 @@ class MemoryPlanner:
         return batch.layout.derived(("schedule", self.budget, self.limit), partial(self._scheduled, batch))
 
     def _scheduled(self, batch: FlatBatch) -> Schedule:
-        segments, tokens = batch.layout.segments, batch.counts.computed
+        tokens = batch.counts.computed
         number, peak = None, 0
         if self.needs is not None:
             number, peak = self.needs.fewest_recomputed(self.features(batch), self.budget)
         if self.why_whole or self._holds(tokens, peak):
             return Schedule(recompute=number, peak=peak)  # refused if it trains and does not fit
-        tried = list[Schedule]()
+        tried = []
         high = min(self.limit or tokens, tokens)
-        for low in sizes_to_try(segments, high, LEAST_SLICE):
+        for low in sizes_to_try(batch.layout.segments, high, LEAST_SLICE):
             tried.append(self._cut(batch, low))
             if tried[-1].peak <= self.budget:
                 break
@@ -154,9 +154,9 @@ class MemoryPlanner:
         chunk = None if self.is_sharded else int(np.diff(cuts).max())
         if self.needs is None:
             return Schedule(cuts, head_chunk=chunk)
-        whole, slices = self.features(batch), slice_features(batch.layout.segments, cuts, self.flat_model.route)
+        slices = slice_features(batch.layout.segments, cuts, self.flat_model.route)
         stays = kept_keys(batch.layout.segments, cuts, self.needs.per_feature.windows)
-        peaks = self.needs.peaks_of_slices(slices, stays, whole, chunk)
+        peaks = self.needs.peaks_of_slices(slices, stays, self.features(batch), chunk)
         kept = max(int((peaks <= self.budget).sum()), 1) if keeps else 1
         return Schedule(cuts, 0, chunk, int(peaks[kept - 1]), kept)
 
@@ -197,12 +197,12 @@ class MemoryPlanner:
     def least_bytes(self, batch: FlatBatch) -> int:
         """The least bytes in which a batch can be computed."""
         assert self.needs is not None
-        segments, tokens = batch.layout.segments, batch.counts.computed
-        peaks = list[int]()
+        tokens = batch.counts.computed
+        peaks = []
         if self.why_whole or self._holds(tokens, 0):
             peaks.append(int(self.needs.peaks(self.features(batch)).min()))
         if not self.why_whole:
-            sizes = sizes_to_try(segments, min(self.limit or tokens, tokens), LEAST_SLICE)
+            sizes = sizes_to_try(batch.layout.segments, min(self.limit or tokens, tokens), LEAST_SLICE)
             peaks += [self._cut(batch, size).peak for size in sizes]
         return min(peaks)
 
@@ -264,8 +264,9 @@ class MemoryPlanner:
     def figures(self) -> dict[str, float]:
         """Figures since the last call, over all processes: mean slices and layers, highest prediction, least budget."""
         slices_of, layers_of, peaks = zip((0, 0.0, 0), *self.new, strict=True)
-        counts = [len(self.new), sum(slices_of), sum(layers_of)]
-        gathered = of_all_processes([*counts, max(peaks) / GIB, self.budget / GIB], self.accelerator)
+        gathered = of_all_processes(
+            [len(self.new), sum(slices_of), sum(layers_of), max(peaks) / GIB, self.budget / GIB], self.accelerator
+        )
         self.new = []
         number, slices, recomputed = gathered[:, :3].sum(0).tolist()
         if not number:
@@ -296,5 +297,6 @@ class MemoryPlanner:
             return
         vars(self).update({name: state[name] for name in _SAVED})
         if self.needs is not None:
-            fixed = max(self.needs.fixed, state["fixed"])
-            self.needs = replace(self.needs, correction=state["correction"], fixed=fixed)
+            self.needs = replace(
+                self.needs, correction=state["correction"], fixed=max(self.needs.fixed, state["fixed"])
+            )
