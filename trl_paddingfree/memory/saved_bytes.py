@@ -39,7 +39,8 @@ class SavedBytes:
 
     def sizes(self, layer: int) -> list[int]:
         """Bytes of each storage that a layer keeps; -1: outside of the layers."""
-        owners, sizes = defaultdict[int, set[int]](set), dict[int, int]()
+        owners = defaultdict(set)
+        sizes = {}
         for saved, owner in self.saved.items():
             owners[saved.pointer].add(owner)
             sizes[saved.pointer] = saved.nbytes
