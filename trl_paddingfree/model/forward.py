@@ -112,7 +112,7 @@ def scored_in_rows(
     own_draws = nullcontext() if group is None or not model.training else group.drawing_apart(model)
     size = batch.schedule.head_chunk or own.shift_labels.size(1)
     chunks: list[torch.Tensor] = []
-    outputs: list[FusedCausalLMOutput] = []
+    outputs = []
 
     def first_chunk(states: torch.Tensor) -> torch.Tensor:
         scored = own.scored_of(states)
@@ -165,8 +165,7 @@ def _model_output(flat_model: "FlatModel", batch: FlatBatch, arguments: Inputs) 
         logits = batch.tokens_to_rows(outputs.logits)
     else:
         logits = torch.where(batch.row_mask.to(outputs.logits.device)[..., None], outputs.logits, 0)
-    kept = {name: outputs[name] for name in ("loss", "aux_loss") if name in outputs}
-    return type(outputs)(logits=logits, **kept)
+    return type(outputs)(logits=logits, **{name: outputs[name] for name in ("loss", "aux_loss") if name in outputs})
 
 
 def _pooled(flat_model: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, arguments: Inputs) -> ModelOutput:
@@ -278,8 +277,9 @@ def flat_backbone(
 
 def is_allocation_failure(error: BaseException) -> bool:
     """Whether an error of PyTorch, or of a library that it calls, says that memory ran out."""
-    is_own = isinstance(error, torch.OutOfMemoryError)
-    return is_own or (isinstance(error, RuntimeError) and _FAILURES.search(str(error)) is not None)
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and _FAILURES.search(str(error)) is not None
+    )
 
 
 def _explained(model: PreTrainedModel, batch: FlatBatch, error: Exception) -> Exception:
@@ -287,8 +287,8 @@ def _explained(model: PreTrainedModel, batch: FlatBatch, error: Exception) -> Ex
     length, limits = batch.input_ids.size(1), architecture.position_limits(model)
     if not limits or length <= min(limits) or is_allocation_failure(error):
         return error
-    names = [frame.f_globals["__name__"] for frame, _ in walk_tb(error.__traceback__)]
-    if {name.partition(".")[0] for name in names} - {*_LIBRARIES, type(model).__module__.partition(".")[0]}:
+    packages = {frame.f_globals["__name__"].partition(".")[0] for frame, _ in walk_tb(error.__traceback__)}
+    if packages - {*_LIBRARIES, type(model).__module__.partition(".")[0]}:
         return error  # from the user's own hook
     return ValueError(
         f"{type(model).__name__} cannot compute a flat row of {length} tokens, more than the {min(limits)} positions "
