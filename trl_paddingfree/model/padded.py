@@ -139,11 +139,10 @@ class PaddedCalls(PaddedRows):
         try:
             yield
         except Exception as error:
-            rows, length = len(batch.row_mask), batch.input_ids.size(1)
             error.add_note(
-                f"`padding_free` computes these {rows} rows as one of {length} tokens: hooks that steer rows, "
-                "`adapter_names` and whatever else counts rows within the model cannot work on it. `with "
-                "FlatModel.of(model).padded.aside():` computes calls as before, with their padding."
+                f"`padding_free` computes these {len(batch.row_mask)} rows as one of {batch.input_ids.size(1)} tokens: "
+                "hooks that steer rows, `adapter_names` and whatever else counts rows within the model cannot work on "
+                "it. `with FlatModel.of(model).padded.aside():` computes calls as before, with their padding."
             )
             raise
 
@@ -209,8 +208,9 @@ class PaddedCalls(PaddedRows):
     def _warn(self, reason: str) -> None:
         if self.says and reason not in self.said:
             self.said.add(reason)
-            name = type(self.flat.model).__name__
-            logger.warning(f"padding_free: {name} computes a call as before, with its padding: {reason}.")
+            logger.warning(
+                f"padding_free: {type(self.flat.model).__name__} computes a call as before, with its padding: {reason}."
+            )
 
     def _refuse_changes(self) -> None:
         """Reject unsupported adapters, or another attention implementation, set after `padding_free`."""
