@@ -44,9 +44,8 @@ class Route:
     states: Literal["tree", "rows"] = "rows"  # "tree": layers that carry state compute shared prefixes once, if able
 
     def __str__(self) -> str:
-        sharing = "shared prefixes" if self.prefix_sharing else "no shared prefixes"
         states = ", states along the tree" if self.states == "tree" else ""
-        return f"{describe(self.backend, self.previous)}, {sharing}{states}"
+        return f"{describe(self.backend, self.previous)}, {'' if self.prefix_sharing else 'no '}shared prefixes{states}"
 
     def without_sharing(self) -> "Route":
         """The same route without shared prefixes."""
