@@ -185,7 +185,7 @@ class SequenceGroup:
             raise ValueError(f"`sequence_parallel_size={self.size}` is more than the {num_heads} heads of a layer.")
         sizes = slice_sizes(num_tokens, self.size)
         heads = [[keys for _, keys in head_shares(num_heads, x.size(1), self.size)] for x in states]
-        whole: dict[int, torch.Tensor] = {}
+        whole = {}
         for dtype in dict.fromkeys(x.dtype for x in states):  # one message per dtype
             alike = [i for i, x in enumerate(states) if x.dtype == dtype]
             # For each process, the states of its heads, one row per token of this slice
