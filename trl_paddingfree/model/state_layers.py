@@ -115,7 +115,7 @@ def _is_along_tree(layer: torch.nn.Module) -> bool:
 
 def describe_state_layers(model: PreTrainedModel) -> str:
     """How the layers of `model` that carry state are computed, and what would be faster; empty if it has none."""
-    kinds = defaultdict[str, set[str]](set)
+    kinds = defaultdict(set)
     for layer in state_layers(model):
         how = "along the tree, each token once"
         if not _is_along_tree(layer):
@@ -135,7 +135,7 @@ def in_small_chunks(model: PreTrainedModel) -> AbstractContextManager[None]:
     Within this context, recurrences that plain PyTorch computes in chunks have chunks of a few tokens, as the pieces
     of a tree may: the same results up to rounding.
     """
-    changed: list[tuple[object, str, object]] = []
+    changed = []
     for layer in filter(can_go_along_tree, state_layers(model)):
         own = _own_forward(layer)
         functions, missing = upstream.state_functions(own), upstream.missing_state_kernels(own)
@@ -207,8 +207,8 @@ def state_arguments(model: PreTrainedModel, context: PassContext) -> Inputs:
         return {"attention_mask": None, "state": mask}
     if "attention_mask" not in expected:  # xLSTM
         cache = next(name for name in CACHES if name in expected)
-        states: dict[int, FlatMask] = defaultdict(lambda: mask)  # each layer gets the layout where it expects its state
-        return {"attention_mask": None, cache: _NoCache(rnn_state=states)}
+        # Each layer gets the layout where it expects its state
+        return {"attention_mask": None, cache: _NoCache(rnn_state=defaultdict(lambda: mask))}
     return {"attention_mask": mask}
 
 
