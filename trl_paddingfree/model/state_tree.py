@@ -225,7 +225,7 @@ def _by_levels(
     sizes = [prod(group.shape) for level in pieces.levels for group in level]
     parts = zip(*(x.split(sizes) for x in rows), strict=True)  # of each call
     outputs, finals = [], carried  # `finals`: the last states of the previous level
-    of_levels: list[torch.Tensor] = []  # the last states of all levels
+    of_levels = []  # the last states of all levels
     for level in pieces.levels:
         ends, goes_on = [], level is not pieces.levels[-1] or pieces.kept is not None
         for group, of_group in zip(level, parts, strict=False):
