@@ -207,7 +207,7 @@ def test_images_are_found_where_trl_reads_them():
 
     by_address = [said(type="image_url", image_url=given) for given in ({"url": "a.png"}, "b.png")]
     assert list(map(images_of, by_address)) == [["a.png"], ["b.png"]]
-    assert images_of(said(type="image", path="c.png")) == ["c.png"]
+    assert images_of(said(type="image", path="c.png", image_url=None)) == ["c.png"]
     assert images_of({"image": "read", "images": ["not read"]}) == ["read"]
 
 
@@ -273,6 +273,34 @@ def test_edits_of_a_collator_are_trained_on(edits, limit):
     assert_same(expected, run("dpo", "shared", **given, **ours, max_tokens_per_micro_batch=limit))
 
 
+def test_values_that_a_collator_adds_stay_with_their_rows(monkeypatch):
+    """Equal images are there once, and their rows are not. Pixels that cannot be cut are processed again."""
+    model, processor = make_vision("llava", seed=SEED)
+    options = {"padding_free": True, "keeps_rows": True, "rules": vision_rules(model)}
+    pairs = [next(row for row in vision_pairs(8, SEED) if row["images"])] * 3
+
+    def collated(**more):
+        return editing(VisionPreferenceCollator, lambda batch: {**batch, **more}, of=processor).changed(**options)(
+            pairs
+        )
+
+    batch = collated(weights=torch.arange(6))
+    assert batch["weights"].tolist() == [*range(6)]
+    assert batch["rows"].take([1]).rows["weights"].tolist() == [1, 4]
+    monkeypatch.setattr("trl_paddingfree.images.collate.example_cuts", lambda *_: None)
+    collated()
+    with pytest.raises(EditedRowsError, match="changes pixel_values, and which of them belong to which"):
+        collated(pixel_values=torch.zeros(1))
+
+
+def test_images_that_come_after_the_check_are_refused():
+    data = vision_pairs(8, SEED)
+    text, images = (data.filter(lambda row, has=has: bool(row["images"]) == has) for has in (False, True))
+    trainer = make_trainer("dpo", "ours", **on_images("llava", "dpo"), train_dataset=text, eval_dataset=images)
+    with pytest.raises(ValueError, match="has tried no images: shuffle the data"):
+        trainer.evaluate()
+
+
 @pytest.mark.parametrize("limit", [None, 60], ids=["whole", "parts"])
 def test_later_edits_are_refused(limit):
     trainer_class = stepping(PaddingFreeDPOTrainer, more_scored)
@@ -332,6 +360,7 @@ def test_images_as_arrays_are_inverted_within_their_own_range():
     pixels = np.array([[[255, 10, 20]]], dtype=np.uint8)
     with warnings.catch_warnings(action="error"):  # the sum of the largest and the smallest overflows
         assert inverted(pixels).tolist() == [[[10, 255, 245]]]
+        assert inverted(pixels[..., :1] // 255 * 0).tolist() == [[[255]]]
 
 
 def test_another_collator_is_refused_and_the_page_says_where_ours_is():

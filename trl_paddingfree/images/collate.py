@@ -15,6 +15,7 @@ from ..data.lengths import Example
 from ..data.rows import CollatedRows
 from ..flat.batch import Inputs
 from ..model.architecture import TYPE_ROWS
+from ..model.edits import EditedRowsError
 from .cuts import IMAGE_ARGUMENTS, entries_of, equal_images, numbered, row_cuts
 from .examples import images_of
 from .rows import RowImages, VisionRules
@@ -22,7 +23,7 @@ from .rows import RowImages, VisionRules
 # What processors and TRL's collators return with one entry per row. Everything else belongs to images
 _MASKED = ("input_ids", "attention_mask", "completion_mask", *TYPE_ROWS)
 _ROWS = (*_MASKED, "labels", "label", *(f"KL_{name}" for name in _MASKED))
-# The key under which `torch_call` returns the examples, for `collated_rows`
+# The key under which `torch_call` returns the examples and what belongs to their images, for `collated_rows`
 _EXAMPLES = "examples"
 # With one of these, pixels have one entry per image or patch or, with a mask, per example
 _TELLING = ("image_grid_thw", "image_position_ids", "image_sizes", "pixel_attention_mask")
@@ -55,6 +56,7 @@ class FlatVisionCollator(FlatCollator):
 
     padded_by: ClassVar[tuple[str, ...]] = ()
     rules: VisionRules | None = None  # how the model reads images; needed if `padding_free`
+    is_tried: bool = True  # whether the start-up check has tried images
 
     def rows(self, examples: list[Example]) -> Inputs:
         """TRL's rows, with each image once."""
@@ -68,8 +70,9 @@ class FlatVisionCollator(FlatCollator):
     def torch_call(self, examples: list[Example]) -> Inputs:
         if not self.padding_free:
             return self.padded(examples)
-        # A subclass may have dropped, added or reordered examples
-        return {**self.rows(examples), _EXAMPLES: examples}
+        # A subclass may have dropped, added or reordered examples, and may add values of its own
+        rows = self.rows(examples)
+        return {**rows, _EXAMPLES: (examples, of_images(rows))}
 
     def collated_rows(self, rows: Inputs, features: list[Example]) -> "CollatedImageRows":
         if found := [name for name in _OTHER_MEDIA if rows.get(name) is not None]:
@@ -77,12 +80,23 @@ class FlatVisionCollator(FlatCollator):
                 f"The processor gave `{found[0]}`: videos and audio cannot be trained on without padding, images can. "
                 "Leave them out of the messages, or set `padding_free=False`."
             )
-        examples = rows.pop(_EXAMPLES, features)
+        if not self.is_tried and "pixel_values" in rows:
+            raise ValueError(
+                "The rows come with `pixel_values`, and the first examples of the train data have none, so that the "
+                "start-up check has tried no images: shuffle the data, or set `padding_free=False`."
+            )
+        examples, made = rows.pop(_EXAMPLES, (features, of_images(rows)))
         assert self.rules is not None
-        images = of_images(rows)
+        images = {name: rows[name] for name in made if name in rows}
         tokens = (rows["input_ids"][: len(examples)] == self.rules.token_id).sum(1).tolist()
         cuts = example_cuts(images, [len(images_of(example)) for example in examples], tokens)
-        whole = CollatedImageRows(self, rows, len(examples), examples, range(len(examples)), cuts)
+        if self.keeps_rows and cuts is None and any(images.get(name) is not value for name, value in made.items()):
+            raise EditedRowsError(
+                f"{type(self).__name__} changes {', '.join(made)}, and which of them belong to which example is not "
+                "known, so that a micro-batch cannot run in parts: edit the examples, or leave `memory_budget` and "
+                "`max_tokens_per_micro_batch` out."
+            )
+        whole = CollatedImageRows(self, rows, len(examples), examples, range(len(examples)), cuts, [*images])
         return whole.with_images(rows, examples, equal_images(images, cuts)) if cuts else whole
 
     def row_labels(self, rows: Inputs) -> torch.Tensor:
@@ -117,23 +131,24 @@ class CollatedImageRows(CollatedRows):
     sources: Sequence[int]  # the source of each example, numbered in order; equal images share one
     # How many entries each source has in each argument that belongs to images; `None` if unknown
     cuts: Mapping[str, Sequence[int]] | None = None
+    names: Sequence[str] = ()  # of what belongs to images
 
     def with_images(self, rows: Inputs, examples: Sequence[Example], sources: Sequence[int]) -> "CollatedImageRows":
         """A batch of other `rows` and `examples`, with the images of the given `sources` of this one."""
         assert self.cuts is not None
         numbers, owners = numbered(sources)
-        images = of_images(self.rows) if any(map(images_of, examples)) else {}
-        entries = {name: value[entries_of(owners, self.cuts[name])] for name, value in images.items()}
+        names = self.names if any(map(images_of, examples)) else ()
+        entries = {name: self.rows[name][entries_of(owners, self.cuts[name])] for name in names}
         cuts = {name: [cut[owner] for owner in owners] for name, cut in self.cuts.items()}
-        return CollatedImageRows(self.collator, {**rows, **entries}, len(examples), examples, numbers, cuts)
+        return CollatedImageRows(self.collator, {**rows, **entries}, len(examples), examples, numbers, cuts, names)
 
     def take(self, examples: Sequence[int]) -> "CollatedImageRows":
         chosen = [self.examples[i] for i in examples]
-        rows = {name: x[self.row_numbers(examples)] for name, x in self.rows.items() if name in _ROWS}
+        rows = {name: x for name, x in super().take(examples).rows.items() if name not in self.names}
         if self.cuts is not None:
             return self.with_images(rows, chosen, [self.sources[i] for i in examples])
         rows |= of_images(self.collator.rows(chosen))  # only images: a subclass may have edited the rows
-        return CollatedImageRows(self.collator, rows, len(chosen), chosen, range(len(chosen)))
+        return CollatedImageRows(self.collator, rows, len(chosen), chosen, range(len(chosen)), names=self.names)
 
     def with_flat(self) -> Inputs:
         rows, rules, images = self.rows, self.collator.rules, None

@@ -68,7 +68,7 @@ def with_each(example: Example, change: Callable[[Any], Any]) -> Example:
     def in_part(part: Any) -> Any:
         if not isinstance(part, dict) or part.get("type") not in ("image", "image_url"):
             return part
-        given = part.get("image_url", part)  # OpenAI's format, or that of processors
+        given = part.get("image_url") or part  # OpenAI's format, or that of processors
         named = {"image": given} if isinstance(given, str) else given
         found = [named[name] for name in ("image", "url", "path", "base64") if named.get(name) is not None]
         return {"type": "image", "image": change(found[0])} if found else part
@@ -96,5 +96,8 @@ def inverted(image: Any) -> Any:
     from PIL import ImageChops
 
     if isinstance(image, np.ndarray | torch.Tensor):
-        return image.max() - image + image.min()  # this order stays within the range of the dtype
+        low, high = image.min(), image.max()
+        if low == high:  # a blank one
+            low, high = 0, 255 if "int" in str(image.dtype) else 1
+        return high - image + low  # this order stays within the range of the dtype
     return ImageChops.invert(load_image(image) if isinstance(image, str) else image.convert("RGB"))
