@@ -236,6 +236,7 @@ def test_a_loss_that_reads_the_models_own_trains_the_same(tokenizer, loss, model
 
 def test_a_loss_that_parts_cannot_be_weighted_in_is_refused(model_dir):
     own = with_loss(PaddingFreeSFTTrainer, fused)
+    own.part_sizes = PaddingFreeSFTTrainer.part_sizes
     with pytest.raises(ValueError, match="`Own.compute_loss` does not call `super"):
         run("sft", "ours", trainer_class=own, **common("sft", model_dir, **IN_PARTS))
 

@@ -56,6 +56,8 @@ def test_the_configuration_of_the_caller_is_not_changed(model_dir):
 class Watched(PaddingFreeDPOTrainer):
     """A subclass that logs a maximum, as TRL or a user may one day."""
 
+    part_sizes = PaddingFreeDPOTrainer.part_sizes
+
     def _compute_loss(self, model, inputs, return_outputs=False):
         longest = inputs["completion_mask"].sum(1).max()
         self._metrics["train"]["longest"].append(float(longest))

@@ -16,7 +16,6 @@ from scripts.benchmark.studies.arranging import imbalance
 from tests.helpers.tiny import DATA, SEED, conversations, following_rotary, make_model, preference_data
 from tests.runs import PER_MICRO_BATCH, assert_same, make_trainer, run
 from trl_paddingfree import (
-    PaddingFreeDPOTrainer,
     PaddingFreeSFTTrainer,
     PreferenceCollator,
 )
@@ -24,6 +23,7 @@ from trl_paddingfree.data.arrange import StepSampler, balance, by_tokens
 from trl_paddingfree.data.lengths import example_tokens, truncated
 from trl_paddingfree.memory.features import FEATURES, TOKENS
 from trl_paddingfree.memory.planner import MemoryPlanner
+from trl_paddingfree.trainers.registry import TRAINERS
 
 
 def with_a_long_pair():
@@ -162,15 +162,18 @@ def test_frequencies_that_follow_the_longest_row_couple_examples_where_rows_reac
 
     below, parts = {"max_length": 24}, {"max_tokens_per_micro_batch": 80}
     moved, beyond = {"arrange_micro_batches": "tokens"}, {**below, "pad_to_multiple_of": 32}
-    for task in ("dpo", "sft"):
+    for task, longer in (("dpo", {}), ("sft", {}), ("sft", beyond)):
         with pytest.raises(ValueError, match=f"`rope_type='{kind}'` and rows of more than 24 tokens the loss"):
-            trained(task, "ours", **moved)
+            trained(task, "ours", **moved, **longer)
     # Rows that stay below, and rows beyond that nothing moves, train as padded TRL's. So do parts of a micro-batch, and
     # rows that only padding makes longer
     same = [("sft", below, moved), ("sft", {}, {}), ("sft", {}, parts), ("dpo", {}, parts)]
-    for task, both, ours in (*same, ("sft", beyond, {}), ("dpo", beyond, parts), ("kto", beyond, {})):
+    packed = {"packing": True, "max_length": 60, "pad_to_multiple_of": 32}
+    padded_rows = [("sft", beyond, {}), ("dpo", beyond, parts), ("kto", beyond, {}), ("sft", packed, {})]
+    for task, both, ours in (*same, *padded_rows):
         padded = trained(task, "padded", **both)
-        assert_same(padded, trained(task, "ours", **both, **ours), ignored=PER_MICRO_BATCH)
+        # TRL counts the padding of packed rows as tokens
+        assert_same(padded, trained(task, "ours", **both, **ours), ignored=(*PER_MICRO_BATCH, "num_tokens"))
 
 
 @pytest.mark.parametrize(("kind", "limits"), [("longrope", (None, 36)), ("dynamic", (44, 36))])
@@ -205,15 +208,18 @@ def test_an_optimizer_that_zero2_has_moved_away_is_refused_beside_parts(model_di
 
 
 @pytest.mark.trl_1
-def test_a_trainer_of_ones_own_may_ask_for_outputs(model_dir):
-    class Mine(PaddingFreeDPOTrainer):
-        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-            loss, _ = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-            return loss
+@pytest.mark.parametrize("task", ["dpo", "sft"])
+def test_a_loss_of_ones_own_may_be_any_function_of_a_micro_batch(model_dir, task):
+    """It asks for outputs, adds something, and leaves out by what SFT divides: nothing that parts would add up to."""
 
-    common = {"model": model_dir, "train_dataset": preference_data(16, SEED), "steps": 2}
+    class Mine(TRAINERS[task]):
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            loss, _ = super().compute_loss(model, inputs, return_outputs=True)
+            return loss + 0.01 * sum(weight.square().sum() for weight in model.parameters())
+
+    common = {"model": model_dir, "train_dataset": DATA[task](16, SEED), "steps": 2, "trainer_class": Mine}
     common["per_device_train_batch_size"] = 8
-    plain = run("dpo", "ours", **common)
-    for limit in (None, 130):
-        ours = run("dpo", "ours", trainer_class=Mine, **common, max_tokens_per_micro_batch=limit)
-        assert_same(plain, ours, ignored=())
+    plain = run(task, "ours", **common)
+    assert_same(plain, run(task, "ours", **common, max_tokens_per_micro_batch=130), ignored=())
+    with pytest.raises(ValueError, match="with `Mine.compute_loss` without `part_sizes` the loss of an"):
+        run(task, "ours", **common, arrange_micro_batches="tokens")

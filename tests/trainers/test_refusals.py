@@ -344,7 +344,7 @@ def test_text_by_another_name_is_read():
 
 
 def test_roles_that_are_not_misspelt_are_left_to_the_template():
-    messages = [{"role": role, "content": "w1"} for role in ("user", "critic", "user2", "ipython")]
+    messages = [{"role": role, "content": "w1"} for role in ("User", "critic", "user2", "ipython")]
     build("sft", train_dataset=Dataset.from_list([{"messages": messages}]))
 
 

@@ -164,7 +164,8 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
     def torch_call(self, examples: list[Example]) -> Inputs:
         if not self.padding_free:
             return super().torch_call(examples)
-        pad = DataCollatorForLanguageModeling(self.pad_token_id, pad_to_multiple_of=self.pad_to_multiple_of)
+        multiple = None if self.cuts_packed else self.pad_to_multiple_of  # TRL pads packed rows, not documents
+        pad = DataCollatorForLanguageModeling(self.pad_token_id, pad_to_multiple_of=multiple)
         rows = pad([document for example in examples for document in _documents(example, self.cuts_packed)])
         if self.cuts_packed:
             rows["labels"][:, 0] = IGNORE_INDEX  # as in TRL: some losses count labels before they are shifted

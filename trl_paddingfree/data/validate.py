@@ -86,7 +86,7 @@ def refuse_misspelt_roles(dataset: AnyDataset, name: str) -> None:
             continue
         for table in tables_of(dataset, column):
             for role in pc.unique(pc.struct_field(pc.list_flatten(table[column]), "role")).to_pylist():
-                is_word = isinstance(role, str) and role.isalpha() and role not in _ROLES
+                is_word = isinstance(role, str) and role.isalpha() and role.lower() not in _ROLES
                 if is_word and (meant := did_you_mean(role, _ROLES)):
                     raise ValueError(f"`{column}` of the {name} data has messages with the role {role!r}.{meant}")
 

@@ -191,7 +191,7 @@ class FlatTrainer(Trainer):
 
     @when_flat
     def prediction_step(self, model, inputs, *args, **kwargs):
-        weigh_last_batch(self.accelerator, self.args, inputs)
+        weigh_last_batch(self, inputs)
         outputs = super().prediction_step(model, inputs, *args, **kwargs)
         self.refuse_edits()
         return outputs

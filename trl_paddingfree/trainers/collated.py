@@ -52,9 +52,9 @@ class CollatedTrainer(FlatTrainer):
         if self.flat.models:
             return
         super().start_flat()
-        limit = min(self.flat.rotary_limits().values(), default=None)
-        sharing = self.flat.trained.route.prefix_sharing
-        self.data_collator = self._flat_collator().changed(prefix_sharing=sharing, rotary_limit=limit)
+        images, limit = self.flat.check.images, min(self.flat.rotary_limits().values(), default=None)
+        found = {"prefix_sharing": self.flat.trained.route.prefix_sharing, "rotary_limit": limit}
+        self.data_collator = self._flat_collator().changed(**found, is_tried=images is not None and bool(images.names))
 
     @when_flat
     def _precompute_ref_logps(self, *args, **kwargs):
@@ -93,8 +93,9 @@ class CollatedTrainer(FlatTrainer):
         return getattr(self.data_collator, name, getattr(self.args, name, None))
 
     def exceeds(self, length: int) -> bool:
-        """Whether a training row may be longer than `length`."""
-        limit = self.collated_by("max_length")
+        """Whether a training row may be longer than `length`, with its padding to a multiple."""
+        limit, multiple = self.collated_by("max_length"), self.collated_by("pad_to_multiple_of") or 1
+        length = length // multiple * multiple
         if not has_known_lengths(self.train_dataset) or self._is_vision_dataset:
             # Rows are cut by the collator or by TRL's preparation, which reads streams, but not what a transform makes
             is_cut = "max_length" in vars(self.data_collator) or not isinstance(self.train_dataset, Dataset)
@@ -118,7 +119,7 @@ class CollatedTrainer(FlatTrainer):
 
     def refuse_options(self) -> None:
         options, group = self.flat.options, self.flat.group
-        arranges, coupling = options.arrange_micro_batches != "none", self.coupled_by()
+        arranges, coupling = options.arrange_micro_batches != "none", [*self.coupled_by(), *self._unknown_losses()]
         for kind, length in self.flat.rotary_limits().items():
             if group is not None and self.exceeds(length):
                 raise ValueError(group.too_long(kind, length))
@@ -175,7 +176,15 @@ class CollatedTrainer(FlatTrainer):
     @cached_property
     def _adds_up(self) -> bool:
         """Whether the losses of parts add up to that of the micro-batch, with known denominators."""
-        return type(self).part_sizes is not CollatedTrainer.part_sizes and not self.coupled_by()
+        is_known = type(self).part_sizes is not CollatedTrainer.part_sizes
+        return is_known and not (self.coupled_by() or self._unknown_losses())
+
+    def _unknown_losses(self) -> list[str]:
+        """Methods that change the loss in subclasses of the class whose `part_sizes` say how parts of it combine."""
+        mro = type(self).__mro__
+        later = mro[: next(i for i, cls in enumerate(mro) if "part_sizes" in vars(cls))]
+        names = ("compute_loss", "_compute_loss")
+        return [f"`{cls.__name__}.{name}` without `part_sizes`" for cls in later for name in names if name in vars(cls)]
 
     def refuse_small_budget(self, planner: MemoryPlanner) -> None:
         """Refuse a budget that the most demanding example does not fit into."""
@@ -256,8 +265,7 @@ class CollatedTrainer(FlatTrainer):
         refuse_lost_values(inputs, rows.rows)
         parts = [rows.take(items).with_flat() for items in planner.parts(list(map(planner.features, rows.alone())))]
         # transformers moves tensors, but not flat batches: the data loader has only moved that of the whole
-        device = self.args.device
-        return [{**part, "flat_batch": part["flat_batch"].to(device, non_blocking=True)} for part in parts]
+        return [{**part, "flat_batch": part["flat_batch"].to(self.args.device, non_blocking=True)} for part in parts]
 
     def padded_counts(self, inputs: Inputs) -> BatchCounts:
         slots = inputs["input_ids"].numel()

@@ -57,18 +57,20 @@ def synchronizing(accelerator: Accelerator, model: torch.nn.Module, is_last: boo
         state._set_sync_gradients(sync_gradients)
 
 
-def weigh_last_batch(accelerator: Accelerator, args: Any, inputs: Inputs) -> None:
+def weigh_last_batch(trainer: Any, inputs: Inputs) -> None:
     """
     Weight the last batch of an evaluation stream by its number of rows. accelerate knows that number if it dispatches
-    batches, as it does for padded ones unless `args` or a training stream forbid it. If processes read batches
+    batches, as it does for padded ones unless options or a training stream forbid it. If processes read batches
     themselves, it takes the last one for a full one, as in trainers that generate, whose `inputs` are examples.
     """
+    accelerator, options = trainer.accelerator, trainer.flat.options
     loader = accelerator.gradient_state.active_dataloader
     is_last = loader is not None and loader.end_of_dataloader and loader.remainder == -1
-    if not is_last or isinstance(inputs, list) or args.accelerator_config.dispatch_batches is not None:
+    if not is_last or isinstance(inputs, list) or trainer.args.accelerator_config.dispatch_batches is not None:
         return
-    if accelerator.num_processes == 1:
-        loader.remainder = find_batch_size(inputs)
+    if accelerator.num_processes == options.sequence_parallel_size:
+        batch = inputs.get("flat_batch")  # packed documents are one row of TRL's
+        loader.remainder = 1 if batch is not None and batch.packed else find_batch_size(inputs)
     else:
         logger.warning_once(
             "The last batches of a stream in evaluation are filled with its first rows, and these count once more: "
