@@ -15,7 +15,8 @@ def conversation_files(tmp_path):
     """Conversations, a test split, and a folder with a model, as arguments of the script."""
     make_model().save_pretrained(tmp_path / "model")
     make_tokenizer(TEMPLATE).save_pretrained(tmp_path / "model")
-    thinking_conversations(12, SEED).to_json(tmp_path / "train.jsonl")
+    data = thinking_conversations(12, SEED).map(lambda row: {"label": True})  # as in data of other tasks
+    data.to_json(tmp_path / "train.jsonl")
     return str(tmp_path / "train.jsonl"), str(tmp_path / "model")
 
 

@@ -368,6 +368,8 @@ def test_calls_without_a_layout_go_to_the_previous_implementation():
     theirs = AttentionInterface()["sdpa"](Attention(1), *inputs, None, scaling=0.3)[0]
     assert torch.equal(ours, theirs)
     assert AttentionMaskInterface()[name] is AttentionMaskInterface()["sdpa"]
+    AttentionInterface.register("without masks", AttentionInterface()["sdpa"])
+    assert register_attention("without masks", "segment") not in AttentionMaskInterface()
 
 
 def test_layers_that_do_not_count_places_ask_for_no_positions(monkeypatch):

@@ -112,7 +112,7 @@ def inspect(args: argparse.Namespace) -> int:
     report = measure(
         dataset,
         tokenizer,
-        task_of(dataset.column_names, TASKS),
+        task_of(["messages"] if args.one_sample_per_turn else dataset.column_names, TASKS),
         [args.batch_size * factor for factor in (1, 2, 4, 8)],
         max_length=args.max_length or None,
         truncation_mode=args.truncation_mode,

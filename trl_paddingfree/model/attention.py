@@ -248,5 +248,6 @@ def register_attention(previous: str, backend: BackendName) -> StandIn:
     """Register attention that runs flat batches by `backend`, other calls by `previous`; returns the name to set."""
     name = StandIn(previous, backend)
     AttentionInterface.register(name, partial(_dispatch, ATTENTION[backend], previous))
-    AttentionMaskInterface.register(name, AttentionMaskInterface()[previous])  # padded calls keep their masks
+    if previous in (masks := AttentionMaskInterface()):  # else transformers makes no masks for it
+        masks.register(name, masks[previous])  # padded calls keep theirs
     return name

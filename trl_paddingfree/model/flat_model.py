@@ -19,7 +19,7 @@ from ..flat.schedule import Schedule
 from ..flat.slices import NO_WINDOW
 from ..flat.transfer import on_device
 from ..versions import refuse_moved_head
-from .architecture import recompute_first
+from .architecture import by_name, recompute_first
 from .attention import register_attention
 from .edits import EditsFound
 from .forward import flat_backbone, flat_forward, flat_inputs, is_pooled
@@ -138,6 +138,8 @@ class FlatModel:
                 batch = batch.to(rows.device, non_blocking=True)
             self.edits.ask(batch, kwargs)
         elif kwargs.get("fused_lm_head") and self.flatten is not None:
+            if args:
+                kwargs = by_name(self.forwards[-1], args, kwargs)
             batch = self.flatten(kwargs["input_ids"], kwargs["attention_mask"], kwargs["labels"])
         elif self.padded is not None:
             return self.padded.of_model(self.forwards[-1], args, kwargs)

@@ -121,9 +121,9 @@ def given_datasets(arguments: Arguments) -> list[tuple[str, AnyDataset]]:
     """The data sets among the arguments of a trainer, with their names."""
     eval_dataset = arguments.get("eval_dataset")
     eval_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
-    datasets = {"train": arguments.get("train_dataset"), **eval_datasets}
+    datasets = [("train", arguments.get("train_dataset")), *eval_datasets.items()]
     # Other types are left for TRL to refuse
-    return [(name, dataset) for name, dataset in datasets.items() if isinstance(dataset, Dataset | IterableDataset)]
+    return [(name, dataset) for name, dataset in datasets if isinstance(dataset, Dataset | IterableDataset)]
 
 
 def train_where_one_can(config: TrainingArguments) -> None:

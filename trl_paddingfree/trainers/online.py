@@ -201,7 +201,8 @@ class OnlineTrainer(FlatTrainer):
     def longest_prompt(self) -> int:
         """Tokens of the prompt with the most characters; 1 if no prompt is known yet."""
         data = self.train_dataset
-        if not isinstance(data, Dataset) or "prompt" not in data.column_names or self.environment_factories:
+        makes_prompts = self.environment_factories or vars(self).get("rollout_func")
+        if not isinstance(data, Dataset) or "prompt" not in data.column_names or makes_prompts:
             return 1
         longest = max(data["prompt"], key=lambda prompt: len(str(prompt)))
         return len(self._tokenize_prompts([longest])[0][0])

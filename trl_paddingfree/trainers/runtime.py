@@ -141,7 +141,7 @@ class Runtime:
         self.planner, self.steps, self.is_planned = planner, TrainingSteps(trainer, planner), True
 
     def _make_planner(self, trainer: "FlatTrainer") -> MemoryPlanner:
-        options, args, optimizer = self.options, trainer.args, trainer.optimizer
+        options, args, optimizer = self.options, trainer.args, trainer.optimizer or trainer.optimizer_cls_and_kwargs
         with self.check.in_precision():
             return make_planner(
                 self.trained,
@@ -152,7 +152,7 @@ class Runtime:
                 is_reentrant=upstream.is_reentrant(args),
                 models=trainer.flat_models(),
                 wrapped=trainer.model_wrapped,
-                optimizer=trainer.get_optimizer_cls_and_kwargs(args, trainer.model) if optimizer is None else optimizer,
+                optimizer=optimizer or trainer.get_optimizer_cls_and_kwargs(args, trainer.model),
                 head=type(trainer).head_bytes(*(flat_model.model for flat_model in self.models)),
                 images=self._images_in_memory() if options.memory_budget else (),
                 arguments={"output_router_logits": True} if trainer.aux_loss_enabled else {},
