@@ -140,9 +140,10 @@ def test_the_lm_head_works_with_the_bytes_that_are_predicted(tokenizer, dtype):
     assert trainer.flat.planner.needs.head.tile[0] * ids.numel() == pytest.approx(max(np.cumsum(changes)), rel=0.1)
 
 
-def test_fixed_bytes_are_those_of_the_tensors(folder):
-    data = conversations(8, SEED)
-    trainer = run("sft", "ours", model=folder, train_dataset=data, memory_budget=8, steps=1).trainer
+@pytest.mark.parametrize("optimizer", [None, (torch.optim.SGD, {"lr": 0.1})])
+def test_fixed_bytes_are_those_of_the_tensors(folder, optimizer):
+    given = {"train_dataset": conversations(8, SEED), "optimizer_cls_and_kwargs": optimizer}
+    trainer = run("sft", "ours", model=folder, memory_budget=8, steps=1, **given).trainer
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     state = [x for s in trainer.optimizer.state.values() for x in s.values() if x.numel() > 1]
     gradients = sum(p.numel() * p.element_size() for p in trained)

@@ -339,6 +339,12 @@ def test_a_bad_row_in_a_stream_is_refused_when_it_is_read():
 # --- what is not ------------------------------------------------------------------------------------------------------
 
 
+def test_an_evaluation_set_called_train_hides_no_training_data():
+    rows = Dataset.from_list([GOOD, {**GOOD, "chosen": None}])
+    with pytest.raises(ValueError, match="Row 1 of the train data"):
+        build(train_dataset=rows, eval_dataset={"train": rows.select([0])})
+
+
 def test_text_by_another_name_is_read():
     build("sft", train_dataset=Dataset.from_list([{"words": "w1 w2 w3"}] * 2), dataset_text_field="words")
 

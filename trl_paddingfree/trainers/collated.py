@@ -52,9 +52,11 @@ class CollatedTrainer(FlatTrainer):
         if self.flat.models:
             return
         super().start_flat()
-        images, limit = self.flat.check.images, min(self.flat.rotary_limits().values(), default=None)
+        limit = min(self.flat.rotary_limits().values(), default=None)
         found = {"prefix_sharing": self.flat.trained.route.prefix_sharing, "rotary_limit": limit}
-        self.data_collator = self._flat_collator().changed(**found, is_tried=images is not None and bool(images.names))
+        if (images := self.flat.check.images) is not None:
+            found["is_tried"] = bool(images.names)
+        self.data_collator = self._flat_collator().changed(**found)
 
     @when_flat
     def _precompute_ref_logps(self, *args, **kwargs):
