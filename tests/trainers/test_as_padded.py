@@ -370,5 +370,4 @@ def test_a_streamed_evaluation_weighs_its_last_batch_as_padded_trl():
     """Beside training data that is no stream, TRL dispatches the batches, and knows that the last has fewer rows."""
     options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3, "steps": 1}
     options["eval_dataset"] = DATA["sft"](4, SEED).to_iterable_dataset()
-    for packing in (False, True):
-        compare("sft", lambda: arguments("sft", False), DATA["sft"](8, SEED), ("flat",), packing=packing, **options)
+    compare("sft", lambda: arguments("sft", False), DATA["sft"](8, SEED), ("flat",), **options)

@@ -28,6 +28,11 @@ def compare(model, dataset, layout="flat", **options):
     return compared
 
 
+def test_packed_rows_of_a_stream_are_one_row_where_evaluation_weighs_them(model_dir):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3, "packing": True, "steps": 1}
+    compare(model_dir, conversations(8, SEED), eval_dataset=conversations(4, SEED).to_iterable_dataset(), **options)
+
+
 def test_accumulating_eight_times_one_equals_one_batch_of_eight(model_dir):
     """Also trl#2615 and #5710, `model_accepts_loss_kwargs`."""
     options = {"model": model_dir, "train_dataset": conversations(16, SEED), "steps": 2, "max_length": MAX_LENGTH}
