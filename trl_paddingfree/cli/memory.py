@@ -187,7 +187,7 @@ def memory_report(
     task: str, batches: Mapping[int, Sequence[BatchCounts]], model: str, tuning: str, memory_gib: float | None
 ) -> dict[str, Any]:
     """Memory of the largest batch of each size, by layout; with `memory_gib` also what fits and what a budget gains."""
-    needs = training_needs(model_config(model), tuning, int(task in _WITH_REFERENCE))
+    needs, units = training_needs(model_config(model), tuning, int(task in _WITH_REFERENCE)), step_units(task, tuning)
     sizes = []
     for batch_size, counts in batches.items():
         row: dict[str, Any] = {"batch_size": batch_size}
@@ -202,9 +202,7 @@ def memory_report(
                 "host_gib": host / GIB,
             }
             if memory_gib is not None:
-                row[layout] |= _within(
-                    int(memory_gib * GIB), needs, every, largest / batch_size, step_units(task, tuning)
-                )
+                row[layout] |= _within(int(memory_gib * GIB), needs, every, largest / batch_size, units)
         sizes.append(row)
     return {"model": model, "tuning": tuning, "memory_gib": memory_gib, "fixed_gib": needs.fixed / GIB, "sizes": sizes}
 

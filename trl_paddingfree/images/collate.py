@@ -144,7 +144,8 @@ class CollatedImageRows(CollatedRows):
 
     def take(self, examples: Sequence[int]) -> "CollatedImageRows":
         chosen = [self.examples[i] for i in examples]
-        rows = {name: x for name, x in super().take(examples).rows.items() if name not in self.names}
+        texts = {name: x for name, x in self.rows.items() if name not in self.names}
+        rows = CollatedRows(self.collator, texts, self.num_items).take(examples).rows
         if self.cuts is not None:
             return self.with_images(rows, chosen, [self.sources[i] for i in examples])
         rows |= of_images(self.collator.rows(chosen))  # only images: a subclass may have edited the rows

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -52,8 +53,10 @@ class CollatedTrainer(FlatTrainer):
         if self.flat.models:
             return
         super().start_flat()
-        limit = min(self.flat.rotary_limits().values(), default=None)
-        found = {"prefix_sharing": self.flat.trained.route.prefix_sharing, "rotary_limit": limit}
+        found = {
+            "prefix_sharing": self.flat.trained.route.prefix_sharing,
+            "rotary_limit": min(self.flat.rotary_limits().values(), default=None),
+        }
         if (images := self.flat.check.images) is not None:
             found["is_tried"] = bool(images.names)
         self.data_collator = self._flat_collator().changed(**found)
@@ -121,14 +124,15 @@ class CollatedTrainer(FlatTrainer):
 
     def refuse_options(self) -> None:
         options, group = self.flat.options, self.flat.group
-        arranges, coupling = options.arrange_micro_batches != "none", [*self.coupled_by(), *self._unknown_losses()]
+        arranges, coupling = options.arrange_micro_batches != "none", self._may_couple()
         for kind, length in self.flat.rotary_limits().items():
             if group is not None and self.exceeds(length):
                 raise ValueError(group.too_long(kind, length))
             if arranges and self.exceeds(length):
                 coupling.append(f"`rope_type={kind!r}` and rows of more than {length} tokens")
         if arranges:
-            if alpha := self.args.neftune_noise_alpha:
+            alpha = self.args.neftune_noise_alpha
+            if alpha and not any("neftune_noise_alpha" in each for each in coupling):
                 coupling.append(f"`neftune_noise_alpha={alpha}`, whose noise shrinks with the longest row,")
             refusals.refuse_to_move(options, [*coupling, *self.weighed_by_micro_batch()])
             refusals.refuse_to_look_ahead(options, self.train_dataset, self.args)
@@ -159,9 +163,8 @@ class CollatedTrainer(FlatTrainer):
 
     @when_flat
     def get_train_dataloader(self):
-        collator = self.data_collator
-        if self.flat.options.has_budget:  # in training only: evaluation keeps no activations and needs no parts
-            collator = collator.changed(keeps_rows=True)
+        # In training only: evaluation keeps no activations and needs no parts
+        collator = self.data_collator.changed(keeps_rows=self.flat.options.has_budget)
         with attributes_set([(self, "data_collator", collator)]):
             loader: Any = super().get_train_dataloader()
         if self.flat.sampler is not None:
@@ -178,15 +181,16 @@ class CollatedTrainer(FlatTrainer):
     @cached_property
     def _adds_up(self) -> bool:
         """Whether the losses of parts add up to that of the micro-batch, with known denominators."""
-        is_known = type(self).part_sizes is not CollatedTrainer.part_sizes
-        return is_known and not (self.coupled_by() or self._unknown_losses())
+        return type(self).part_sizes is not CollatedTrainer.part_sizes and not self._may_couple()
 
-    def _unknown_losses(self) -> list[str]:
-        """Methods that change the loss in subclasses of the class whose `part_sizes` say how parts of it combine."""
-        mro = type(self).__mro__
-        later = mro[: next(i for i, cls in enumerate(mro) if "part_sizes" in vars(cls))]
-        names = ("compute_loss", "_compute_loss")
-        return [f"`{cls.__name__}.{name}` without `part_sizes`" for cls in later for name in names if name in vars(cls)]
+    def _may_couple(self) -> list[str]:
+        """
+        Options under which an example's loss depends on others, and methods that change the loss in subclasses of the
+        class whose `part_sizes` say how parts of it combine: it may then be any function of the micro-batch.
+        """
+        later = takewhile(lambda cls: "part_sizes" not in vars(cls), type(self).__mro__)
+        own = [(cls, name) for cls in later for name in ("compute_loss", "_compute_loss") if name in vars(cls)]
+        return [*self.coupled_by(), *(f"`{cls.__name__}.{name}` without `part_sizes`" for cls, name in own)]
 
     def refuse_small_budget(self, planner: MemoryPlanner) -> None:
         """Refuse a budget that the most demanding example does not fit into."""

@@ -141,7 +141,7 @@ class Runtime:
         self.planner, self.steps, self.is_planned = planner, TrainingSteps(trainer, planner), True
 
     def _make_planner(self, trainer: "FlatTrainer") -> MemoryPlanner:
-        options, args, optimizer = self.options, trainer.args, trainer.optimizer or trainer.optimizer_cls_and_kwargs
+        options, args = self.options, trainer.args
         with self.check.in_precision():
             return make_planner(
                 self.trained,
@@ -152,7 +152,9 @@ class Runtime:
                 is_reentrant=upstream.is_reentrant(args),
                 models=trainer.flat_models(),
                 wrapped=trainer.model_wrapped,
-                optimizer=optimizer or trainer.get_optimizer_cls_and_kwargs(args, trainer.model),
+                optimizer=trainer.optimizer
+                or trainer.optimizer_cls_and_kwargs
+                or trainer.get_optimizer_cls_and_kwargs(args, trainer.model),
                 head=type(trainer).head_bytes(*(flat_model.model for flat_model in self.models)),
                 images=self._images_in_memory() if options.memory_budget else (),
                 arguments={"output_router_logits": True} if trainer.aux_loss_enabled else {},

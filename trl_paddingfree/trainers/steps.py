@@ -63,12 +63,12 @@ def weigh_last_batch(trainer: Any, inputs: Inputs) -> None:
     batches, as it does for padded ones unless options or a training stream forbid it. If processes read batches
     themselves, it takes the last one for a full one, as in trainers that generate, whose `inputs` are examples.
     """
-    accelerator, options = trainer.accelerator, trainer.flat.options
+    accelerator = trainer.accelerator
     loader = accelerator.gradient_state.active_dataloader
     is_last = loader is not None and loader.end_of_dataloader and loader.remainder == -1
     if not is_last or isinstance(inputs, list) or trainer.args.accelerator_config.dispatch_batches is not None:
         return
-    if accelerator.num_processes == options.sequence_parallel_size:
+    if accelerator.num_processes == trainer.flat.options.sequence_parallel_size:
         batch = inputs.get("flat_batch")  # packed documents are one row of TRL's
         loader.remainder = 1 if batch is not None and batch.packed else find_batch_size(inputs)
     else:
