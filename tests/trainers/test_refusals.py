@@ -285,7 +285,7 @@ MOVED = [
     ("kto", {}, "`loss_type='kto'`"),
     ("reward", {"neftune_noise_alpha": 5.0}, "whose noise shrinks with the longest row"),
     ("sft", {"compute_loss_func": max}, "and with `compute_loss_func` the loss of an example"),
-    ("sft", {"packing": True, "neftune_noise_alpha": 5.0}, "with `neftune_noise_alpha=5.0` and packing"),
+    ("sft", {"packing": True, "neftune_noise_alpha": 5.0}, "with `neftune_noise_alpha=5.0` and packing the loss of an"),
     ("grpo", {"arrange_micro_batches": "prefix", "loss_type": "bnpo"}, "`loss_type='bnpo'`"),
     ("grpo", {"arrange_micro_batches": "prefix", "top_entropy_quantile": 0.2}, "`top_entropy_quantile=0.2`"),
     ("grpo", {"arrange_micro_batches": "prefix", "entropy_coef": 0.1}, "`entropy_coef=0.1`"),
@@ -350,7 +350,7 @@ def test_text_by_another_name_is_read():
 
 
 def test_roles_that_are_not_misspelt_are_left_to_the_template():
-    messages = [{"role": role, "content": "w1"} for role in ("User", "critic", "user2", "ipython")]
+    messages = [{"role": role, "content": "w1"} for role in ("user", "User", "critic", "user2", "ipython")]
     build("sft", train_dataset=Dataset.from_list([{"messages": messages}]))
 
 

@@ -276,13 +276,11 @@ def test_edits_of_a_collator_are_trained_on(edits, limit):
 def test_values_that_a_collator_adds_stay_with_their_rows(monkeypatch):
     """Equal images are there once, and their rows are not. Pixels that cannot be cut are processed again."""
     model, processor = make_vision("llava", seed=SEED)
-    options = {"padding_free": True, "keeps_rows": True, "rules": vision_rules(model)}
     pairs = [next(row for row in vision_pairs(8, SEED) if row["images"])] * 3
 
     def collated(**more):
-        return editing(VisionPreferenceCollator, lambda batch: {**batch, **more}, of=processor).changed(**options)(
-            pairs
-        )
+        collator = editing(VisionPreferenceCollator, lambda batch: {**batch, **more}, of=processor)
+        return collator.changed(padding_free=True, keeps_rows=True, rules=vision_rules(model))(pairs)
 
     batch = collated(weights=torch.arange(6))
     assert batch["weights"].tolist() == [*range(6)]
