@@ -130,10 +130,7 @@ def checkpointing(model: PreTrainedModel, options: dict[str, Any] | None) -> Ite
 
 
 def is_reentrant(args: TrainingArguments) -> bool:
-    """
-    Whether layers use reentrant checkpoints: as `use_reentrant` says, else PyTorch's default, which is yes. Given no
-    options for PyTorch at all, transformers defaults to no.
-    """
+    """Whether checkpoints are reentrant. Without `use_reentrant`, any other option of PyTorch's makes them so."""
     kwargs: Any = args.gradient_checkpointing_kwargs or {}
     return bool({*kwargs} - {"every_n_layers", "offload", "selective"}) and kwargs.get("use_reentrant") is not False
 

@@ -361,7 +361,7 @@ def test_of_layers_of_one_kind_in_a_large_model_the_first_and_the_last_compute_a
 
 
 def test_the_gradient_of_a_large_weight_is_compared_along_one_direction(monkeypatch):
-    monkeypatch.setattr(training, "_WHOLE", 100)
+    monkeypatch.setattr("trl_paddingfree.check.gradients._WHOLE", 100)
     model = make()
     weight = model.model.layers[1].mlp.down_proj.weight
     assert proven(model).passed

@@ -35,7 +35,6 @@ from .training import (
     compared_parameters,
     frozen_layers_tried,
     raise_if_others_wait,
-    sketch,
     watched_embeddings,
 )
 
@@ -50,6 +49,8 @@ _BUILT_WITH = ("window_size", "sliding_window_size", "attention_window_size", "l
 _LONGEST = {"cpu": (256, 2048), "accelerator": (1024, 8192)}
 # Gradients below this share of the largest count as zero: rounding alone may produce them
 _NEGLIGIBLE = torch.finfo(torch.float32).eps ** 2
+# The most entries of a gradient that is compared whole. A larger one is multiplied by a random vector
+_WHOLE = 2**18
 # Least relative tolerance of answers: rounding in float32 stays below it, forgotten or misplaced context does not
 _LEAST_MISTAKE = 1e-5
 
@@ -161,7 +162,7 @@ class RowsInTraining:
         if batch is not None and (group := FlatModel.group_of(self.model)) is not None:
             gradients = group.whole_gradients([at_tokens, *parameters], gradients, batch)
         at_tokens, *others = [torch.zeros(()) if x is None else x.detach() for x in gradients]
-        of_parameters = {name: sketch(x).cpu() for name, x in zip(self.parameters, others, strict=True)}
+        of_parameters = {name: _sketch(x).cpu() for name, x in zip(self.parameters, others, strict=True)}
         return Pass(log_probs.detach().double().cpu(), at_tokens.double().cpu(), of_parameters)
 
     def compare(self, prefix_sharing: bool, size: int | None = None, is_compiled: bool = False) -> Verdict:
@@ -275,3 +276,11 @@ def _wrong_tokens(flat: torch.Tensor, alone: torch.Tensor, index: torch.Tensor, 
         if more := (has & (expected == 0)).nonzero().tolist():
             return f"row {row} gets gradient at its token {more[0][0]}, which it does not alone"
     return ""
+
+
+def _sketch(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient in float64; a large one is multiplied by a random vector."""
+    if gradient.numel() > _WHOLE:
+        vector = torch.randn(gradient.size(-1), generator=torch.Generator().manual_seed(0))
+        gradient = gradient.flatten(0, -2).float() @ vector.to(gradient.device)
+    return gradient.double()

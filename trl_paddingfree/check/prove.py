@@ -112,9 +112,7 @@ class CheckResult:
     def __str__(self) -> str:
         if self.failure:
             return f"{self.route}: {self.failure}"
-        trained = (
-            "" if self.gradients is None else f"; {'in training, ' * bool(self.gradients.failure)}{self.gradients}"
-        )
+        trained = f"; {'in training, ' * bool(self.gradients.failure)}{self.gradients}" if self.gradients else ""
         if self.passed:
             trained += f"; a mistake of {self.smallest_mistake:.1e} of one token of context would show"
         return (
@@ -131,9 +129,8 @@ def check_flat(
     agree: Callable[[bool], bool] = bool,
 ) -> CheckResult:
     """
-    Compare what `model` computes for a flat batch, by `route`, with what it computes for the rows one by one.
-
-    Leaves `route` installed and the model otherwise as it was.
+    Compare what `model` computes for a flat batch, by `route`, with what it computes for the rows one by one. Leaves
+    `route` installed and the model otherwise as it was.
 
     Args:
         model (`PreTrainedModel`), route (`Route`):
@@ -185,13 +182,13 @@ def why_refused(model: PreTrainedModel, failed: list[CheckResult]) -> list[str]:
         return [f"It was computed in slices: `sequence_parallel_size={group.size}`. Set that to 1."]
     config = vars(model.config.get_text_config())
     is_stateful = upstream.is_stateful(model) or "linear_attention" in (config.get("layer_types") or ())
-    is_unknown = is_stateful and not carries_state(model)
     takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
     # RoBERTa and similar models reserve a position for the padding token
     tables = [module for name, module in model.named_modules() if name.endswith("position_embeddings")]
     offset = max((x.padding_idx + 1 for x in tables if isinstance(x, torch.nn.Embedding) and x.padding_idx), default=0)
     obstacles = {
-        "It carries state from token to token, in layers that are not known here.": is_unknown,
+        "It carries state from token to token, in layers that are not known here.": is_stateful
+        and not carries_state(model),
         "It takes no `position_ids`: it counts positions along the whole flat row.": not takes_positions,
         f"It counts positions from {offset} rather than from 0.": offset > 0,
         "`config.is_decoder=False`: its tokens see those that follow.": config.get("is_decoder") is False,

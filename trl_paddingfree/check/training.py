@@ -24,8 +24,6 @@ Output: TypeAlias = torch.Tensor | tuple  # of a layer
 
 # Standard deviation of weights that are moved off zero: as after a few training steps
 _MOVED = 0.02
-# The most entries of a gradient that is compared whole. A larger one is multiplied by a random vector
-_WHOLE = 2**18
 # The most entries of gradients that are held at once
 _ENTRIES = 2**30
 # The most parameters of a model whose layers are all tried: with larger ones, that takes too long
@@ -208,14 +206,6 @@ def compared_parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]
     trained.sort(key=lambda entry: entry[1].numel())
     totals = accumulate(p.numel() for _, p in trained)
     return {name: p for (name, p), total in zip(trained, totals, strict=True) if total <= _ENTRIES}
-
-
-def sketch(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient in float64; a large one is multiplied by a random vector."""
-    if gradient.numel() > _WHOLE:
-        vector = torch.randn(gradient.size(-1), generator=torch.Generator().manual_seed(0))
-        gradient = gradient.flatten(0, -2).float() @ vector.to(gradient.device)
-    return gradient.double()
 
 
 @contextmanager

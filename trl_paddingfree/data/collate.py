@@ -2,7 +2,6 @@
 
 from copy import copy
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -14,7 +13,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from .lengths import Example
-from .rows import CollatedRows
+from .rows import CollatedRows, documents_of
 
 if TYPE_CHECKING:
     from ..images.rows import RowImages
@@ -166,7 +165,7 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
             return super().torch_call(examples)
         multiple = None if self.cuts_packed else self.pad_to_multiple_of  # TRL pads packed rows, not documents
         pad = DataCollatorForLanguageModeling(self.pad_token_id, pad_to_multiple_of=multiple)
-        rows = pad([document for example in examples for document in _documents(example, self.cuts_packed)])
+        rows = pad([document for example in examples for document in documents_of(example, self.cuts_packed)])
         if self.cuts_packed:
             rows["labels"][:, 0] = IGNORE_INDEX  # as in TRL: some losses count labels before they are shifted
         return rows
@@ -176,20 +175,6 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
         multiple = self.pad_to_multiple_of or 1
         packed = -(-batch.counts.real // multiple) * multiple
         return replace(batch, packed=packed) if self.cuts_packed else batch
-
-
-def _documents(example: Example, cuts_packed: bool) -> list[Example]:
-    """The documents of one example, each with its `input_ids` and `labels`."""
-    ids = example["input_ids"]
-    labels: Any = example.get("labels", ids)
-    lengths = example["seq_lengths"] if cuts_packed and "seq_lengths" in example else [len(ids)]
-    if len(labels) != len(ids) or sum(lengths) != len(ids):
-        raise ValueError(
-            f"An example has {len(ids)} `input_ids`, {len(labels)} `labels` and `seq_lengths` that sum to "
-            f"{sum(lengths)}: all three must be the same."
-        )
-    spans = [slice(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
-    return [{"input_ids": ids[span], "labels": labels[span]} for span in spans]
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import count, islice
+from itertools import accumulate, count, islice
 from typing import Any
 
 import torch
@@ -87,3 +87,17 @@ class PromptGroups:
         rows = [[*prompt, *islice(tokens, self.max_completion_length)] for prompt in repeated]
         unscored = [[IGNORE_INDEX] * len(row) for row in rows]
         return FlatBatch.from_rows(rows, unscored, prefix_sharing=self.prefix_sharing)
+
+
+def documents_of(example: Example, cuts_packed: bool) -> list[Example]:
+    """The documents of one example, each with its `input_ids` and `labels`."""
+    ids = example["input_ids"]
+    labels: Any = example.get("labels", ids)
+    lengths = example["seq_lengths"] if cuts_packed and "seq_lengths" in example else [len(ids)]
+    if len(labels) != len(ids) or sum(lengths) != len(ids):
+        raise ValueError(
+            f"An example has {len(ids)} `input_ids`, {len(labels)} `labels` and `seq_lengths` that sum to "
+            f"{sum(lengths)}: all three must be the same."
+        )
+    spans = [slice(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
+    return [{"input_ids": ids[span], "labels": labels[span]} for span in spans]

@@ -296,7 +296,5 @@ class MemoryPlanner:
         if state.get("asked") != self.asked:  # releases before 0.5 did not save it
             return
         vars(self).update({name: state[name] for name in _SAVED})
-        if self.needs is not None:
-            self.needs = replace(
-                self.needs, correction=state["correction"], fixed=max(self.needs.fixed, state["fixed"])
-            )
+        if (needs := self.needs) is not None:
+            self.needs = replace(needs, correction=state["correction"], fixed=max(needs.fixed, state["fixed"]))

@@ -13,24 +13,21 @@ from transformers import PreTrainedModel, Trainer
 
 from ..data.lengths import AnyDataset
 from ..data.task import Task
-from ..data.validate import log_unread
 from ..flat.batch import Inputs
 from ..flat.counts import BatchCounts, of_all_processes
 from ..images.check import ImageProbe
 from ..images.examples import has_images
 from ..images.model import rules_of_all
 from ..images.rows import VisionRules
-from ..memory.device import PeakMemory
 from ..memory.engine import base_of
 from ..memory.needs import HeadBytes, fused_head
 from ..memory.planner import MemoryPlanner
-from ..model.compiled import taken_from
 from ..model.restored import attributes_set
 from ..versions import naming_versions, refuse_moved_names
 from . import refusals
 from .checkpoints import append_to_card, checkpoint_to_resume, invalidate, naming_weights
 from .configs import Arguments, PaddingFreeOptions, config_of, given_datasets, silence
-from .groups import form_group, refuse_ungrouped
+from .groups import refuse_ungrouped
 from .runtime import Runtime, when_flat
 from .steps import Part, weigh_last_batch
 
@@ -43,9 +40,8 @@ class FlatTrainer(Trainer):
     default of TRL's `DPOConfig` and `SFTConfig`, the trainer pads as TRL's does. TRL's own collator is replaced; any
     other must return flat batches. Arguments that rule out flat batches raise a `ValueError` that names what to change,
     a model that does not keep their rows apart an [`UnprovenModelError`], a training step that computes no flat batch a
-    `RuntimeError`, and a release of TRL that has moved a name we need an `ImportError`.
-
-    A subclass names TRL's trainer and configuration, and its own task and configuration.
+    `RuntimeError`, and a release of TRL that has moved a name we need an `ImportError`. A subclass names TRL's trainer
+    and configuration, and its own task and configuration.
     """
 
     task: Task
@@ -55,16 +51,14 @@ class FlatTrainer(Trainer):
     takes_sequence_parallel: ClassVar[bool] = False  # whether groups of processes may compute its batches
     head_bytes: ClassVar[Callable[..., HeadBytes]] = staticmethod(fused_head)  # memory of the head, given the models
     changed_by_loss: ClassVar[tuple[str, ...]] = ()  # attributes that TRL's loss updates
-    # Metrics that are not means over a micro-batch: a `min` or `max`, or the difference of two others
-    extremes: ClassVar[dict[str, Callable[..., float]]] = {}
-    differences: ClassVar[dict[str, tuple[str, str]]] = {}
+    extremes: ClassVar[dict[str, Callable[..., float]]] = {}  # metrics that are a `min` or `max` over a micro-batch
+    differences: ClassVar[dict[str, tuple[str, str]]] = {}  # metrics that are the difference of two others
     flat: Runtime
     args: Any  # one of TRL's configurations
     train_dataset: Dataset
     model: PreTrainedModel
     ref_model: Any = None
-    # Metrics and number of tokens, set by TRL's trainers
-    _metrics: Any
+    _metrics: Any  # set by TRL's trainers, like the next
     _total_train_tokens: int
     aux_loss_enabled: bool = False
     router_aux_loss_coef: float = 0.0
@@ -79,7 +73,8 @@ class FlatTrainer(Trainer):
 
         def __init__(self, *args, **kwargs):
             """Bind the arguments to TRL's signature, run its `__init__`, and make the trainer flat."""
-            self._init(inspect.signature(self.trl_trainer).bind(*args, **kwargs).arguments)
+            bound = inspect.signature(self.trl_trainer).bind(*args, **kwargs).arguments
+            self._init(bound.pop("kwargs", {}) | bound)  # some of TRL's experimental trainers pass theirs on
 
     @naming_versions()
     def _init(self, arguments: Arguments) -> None:
@@ -94,14 +89,10 @@ class FlatTrainer(Trainer):
             self.trl_trainer.__init__(self, **arguments)
             return
         self.refuse_arguments(arguments)
-        if not any(arguments.get(name) for name in ("formatting_func", "data_collator", "environment_factory")):
-            for name, dataset in given_datasets(arguments):
-                log_unread(dataset, name, self.task, vars(config).get("dataset_text_field", "text"))
         if options.memory_budget is not None:  # on a copy: checkpointing is on, and the budget picks the layers
             arguments["args"] = config = copy(config)
             config.gradient_checkpointing = config.activation_checkpointing = True
-        # With the flag, TRL warns and pads (DPO), or refuses `max_length` (SFT)
-        with attributes_set([(config, "padding_free", False)]):
+        with attributes_set([(config, "padding_free", False)]):  # it would pad (DPO), or refuse `max_length` (SFT)
             self.trl_trainer.__init__(self, **arguments)
         refuse_moved_names(type(self), self)
         refusals.warn_of_precision(self.accelerator.mixed_precision, config)
@@ -117,17 +108,12 @@ class FlatTrainer(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        self.flat.peak_memory = PeakMemory(self.accelerator.device)
-        if not self.flat.pads:
-            self.flat.compiler = taken_from(self.accelerator)
-            loaders = self.accelerator.dataloader_config
-            loaders.dispatch_batches = bool(loaders.dispatch_batches)  # `None` would dispatch batches of streams
-        if (size := self.flat.options.sequence_parallel_size) > 1:
-            self.flat.group = form_group(self.accelerator, size)
+        self.flat.place(self.accelerator)
 
     def refuse_arguments(self, arguments: Arguments) -> None:
         """Refuse arguments of the trainer that cannot be combined with flat batches, or with a budget."""
-        refusals.refuse_unflattenable(arguments, self.collator_of(has_images(arguments.get("train_dataset"))))
+        collator = self.collator_of(has_images(arguments.get("train_dataset")))
+        refusals.refuse_unflattenable(arguments, self.task, collator)
         refusals.refuse_beside_budget(self.flat.options, arguments["args"])
         if self.task.vision_collator is None:
             refusals.refuse_images(arguments)
@@ -240,11 +226,9 @@ class FlatTrainer(Trainer):
     @property
     def method(self) -> str:
         """How batches are computed, in words. A training step that computes them in another way raises an error."""
-        if self.flat.route is None:
-            # In a trainer that pads, TRL sets its own `padding_free` only for packing
-            return "TRL, without padding" if vars(self).get("padding_free") else "TRL, with padding"
-        sharing = "shared prefixes" if self.flat.route.prefix_sharing else "no shared prefixes"
-        return f"padding-free ({self.flat.route.backend}, {sharing})"
+        if (route := self.flat.route) is not None:
+            return f"padding-free ({route.backend}, {'' if route.prefix_sharing else 'no '}shared prefixes)"
+        return "TRL, without padding" if vars(self).get("padding_free") else "TRL, with padding"  # TRL sets it to pack
 
     @property
     def sample_unit(self) -> str:

@@ -16,7 +16,8 @@ from trl import SFTConfig
 
 from .. import upstream
 from ..data.lengths import AnyDataset, has_known_lengths
-from ..data.validate import column_names, refuse_bad_tokens, refuse_misspelt_roles
+from ..data.task import Task
+from ..data.validate import column_names, log_unread, refuse_bad_tokens, refuse_misspelt_roles
 from ..images.examples import has_images
 from ..memory.device import budget_bytes
 from ..model import architecture
@@ -26,8 +27,11 @@ from .configs import Arguments, PaddingFreeOptions, given_datasets
 logger = logging.get_logger(__name__)
 
 
-def refuse_unflattenable(arguments: Arguments, collator: type) -> None:
-    """Refuse trainer arguments that rule out flat batches. `collator` is the class that makes them."""
+def refuse_unflattenable(arguments: Arguments, task: Task, collator: type) -> None:
+    """
+    Refuse trainer arguments that rule out flat batches, which the class `collator` makes, and log which columns of the
+    data TRL does not read.
+    """
     config, model, peft_config = arguments["args"], arguments["model"], arguments.get("peft_config")
     if reason := why_padded_by(model.active_peft_config if isinstance(model, PeftModel) else peft_config):
         raise ValueError(f"{reason}, or set `padding_free=False`.")
@@ -40,6 +44,8 @@ def refuse_unflattenable(arguments: Arguments, collator: type) -> None:
             raise ValueError(f"The {name} data has no rows. Look at what selected them, or pass other data.")
         if arguments.get("formatting_func") is None:  # it reads what it likes
             refuse_misspelt_roles(dataset, name)
+            if not arguments.get("data_collator") and not arguments.get("environment_factory"):
+                log_unread(dataset, name, task, vars(config).get("dataset_text_field", "text"))
         if isinstance(config, SFTConfig):
             refuse_bad_tokens(dataset, name)
     if arguments.get("data_collator") is None:

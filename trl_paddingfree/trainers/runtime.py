@@ -6,6 +6,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+from accelerate import Accelerator
 from transformers import PreTrainedConfig
 
 from .. import upstream
@@ -19,11 +20,12 @@ from ..memory.engine import is_sharded
 from ..memory.planner import MemoryPlanner
 from ..memory.planning import make_planner
 from ..model import architecture
-from ..model.compiled import CompilerOptions, compile_layers
+from ..model.compiled import CompilerOptions, compile_layers, taken_from
 from ..model.flat_model import FlatModel
 from ..model.routes import Route
 from ..model.sequence import SequenceGroup
 from .configs import PaddingFreeOptions
+from .groups import form_group
 from .proving import StartUpCheck
 from .refusals import warn_of_dropout
 from .steps import TrainingSteps
@@ -60,6 +62,16 @@ class Runtime:
     def route(self) -> Route | None:
         """How batches are computed: the first choice, until the check has proven one. `None` without `models`."""
         return self.trained.route if self.models else None
+
+    def place(self, accelerator: Accelerator) -> None:
+        """Take over what an `accelerator`, when it is made, says of the device, the compiler and the processes."""
+        self.peak_memory = PeakMemory(accelerator.device)
+        if not self.pads:
+            self.compiler = taken_from(accelerator)
+            loaders = accelerator.dataloader_config
+            loaders.dispatch_batches = bool(loaders.dispatch_batches)  # `None` would dispatch batches of streams
+        if self.options.sequence_parallel_size > 1:
+            self.group = form_group(accelerator, self.options.sequence_parallel_size)
 
     def start(self, trainer: "FlatTrainer") -> None:
         """Prove the models of a `trainer`, and have them compute flat batches."""
