@@ -19,7 +19,7 @@ NOT_BUILT = ("dots3_note", "gemma3n", "gemma4_assistant", "gemma4_unified_assist
 
 # Sizes by name, for whichever configuration has the name. Windows and chunks are shorter than the rows that the
 # start-up check tries, weights larger than usual, so that a wrong context shows in the figures.
-_NAMES: dict[Any, str] = {
+_NAMES = {
     96: """vocab_size unpadded_vocab_size vocab_size_per_layer_input decoder_vocab_size audio_vocab_size
         encoder_hash_byte_group_vocab""",
     32: """hidden_size d_model n_embd emb_dim embedding_size embed_dim lru_width attention_hidden_size dim_model_base
@@ -49,7 +49,7 @@ _NAMES: dict[Any, str] = {
     512: """max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length""",
     0.2: """initializer_range init_std embed_init_std""",
 }
-SIZES: dict[str, Any] = {name: value for value, names in _NAMES.items() for name in names.split()}
+SIZES = {name: value for value, names in _NAMES.items() for name in names.split()}
 # Also where they are unset by default
 _ALWAYS = ("head_dim", "num_key_value_heads", "n_routed_experts", "num_experts_per_tok", "n_shared_experts")
 
@@ -82,12 +82,10 @@ def proven(model: PreTrainedModel, **options: Any) -> CheckResult:
     return result
 
 
-def _shrunk(config: PreTrainedConfig) -> dict[str, Any]:
+def _shrunk(config):
     """Arguments that make this configuration, and those within it, tiny."""
     values = vars(config)
-    tiny: dict[str, Any] = {
-        name: SIZES[name] for name in values if name in SIZES and (values[name] is not None or name in _ALWAYS)
-    }
+    tiny = {name: SIZES[name] for name in values if name in SIZES and (values[name] is not None or name in _ALWAYS)}
     for name, value in values.items():
         if name.endswith("_token_id") and isinstance(value, int) and value >= SIZES["vocab_size"]:
             tiny[name] = 0 if name == "pad_token_id" else 1
@@ -112,7 +110,7 @@ def _shrunk(config: PreTrainedConfig) -> dict[str, Any]:
 
 # What differs from the sizes above, by the type of the configuration: shapes that depend on each other, and options
 # without which the model has nothing to get wrong
-OVERRIDES: dict[str, dict[str, Any]] = {
+OVERRIDES = {
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {
         "rope_parameters": {

@@ -7,7 +7,6 @@ import random
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -63,7 +62,7 @@ def train(task: str, model: str, output: Path, settings: dict, monkeypatch: pyte
         hold_tokens(monkeypatch, own.tokens_in_memory)
         passes = watch_passes(monkeypatch)
     data = {"dpo": preference_data, "sft": conversations}[task]
-    given: dict[str, Any] = {"model": model, "max_length": 48, "per_device_train_batch_size": 8, "max_steps": -1}
+    given = {"model": model, "max_length": 48, "per_device_train_batch_size": 8, "max_steps": -1}
     if own.images:
         data, given["max_length"] = {"dpo": vision_pairs, "sft": vision_messages}[task], None
     given["train_dataset"] = data(24 if own.images else 48, seed=1)
@@ -75,7 +74,7 @@ def train(task: str, model: str, output: Path, settings: dict, monkeypatch: pyte
     if own.evaluate:
         given["eval_dataset"] = data(own.evaluate, seed=2)
 
-    def build(args: Any, **arguments: Any) -> Any:
+    def build(args, **arguments):
         if os.environ.get("ACCELERATE_USE_FSDP") == "true":
             # accelerate looks at its FSDP settings on accelerators only; PyTorch's FSDP2 itself runs on the CPU
             args.distributed_state.__dict__["distributed_type"] = DistributedType.MULTI_GPU

@@ -1,7 +1,6 @@
 """TRL's own activation offloading on a machine without an accelerator: the CPU stands in for the device."""
 
 import contextlib
-from typing import Any
 from unittest import mock
 
 import torch
@@ -15,16 +14,16 @@ def offloading_on_cpu(task: str):
 
     Gives a list of the bytes of each tensor that was moved away.
     """
-    moved: list[int] = []
+    moved = []
 
-    def offloading(model: Any) -> Any:
+    def offloading(model):
         with mock.patch.object(torch.accelerator, "current_accelerator", return_value=torch.device("cpu")):
             context = activation_offloading.get_act_offloading_ctx_manager(
                 model, use_pin_memory=False, use_streams=False
             )
         pack = context.pack_hook
 
-        def counting(tensor: torch.Tensor) -> int:
+        def counting(tensor):
             key = pack(tensor)
             is_moved = context.tracker[key][1]
             moved.append(tensor.numel() * tensor.element_size() * is_moved)

@@ -39,7 +39,7 @@ def draw(seed: int) -> dict[str, Any]:
     rng = random.Random(seed)
     task = rng.choice(TASKS)
     known = [name for name in MODEL_TYPES + HYBRIDS if task != "reward" or name in CLASSIFIERS]
-    model: dict[str, Any] = {"type": rng.choice([x for x in known if task not in ONLINE or x not in ABSOLUTE])}
+    model = {"type": rng.choice([x for x in known if task not in ONLINE or x not in ABSOLUTE])}
     model["seed"] = rng.randrange(1000)
     model["attention"] = "eager" if model["type"] in EAGER_ONLY else rng.choice(["sdpa", "eager"])
     options = _common_options(rng)
@@ -64,8 +64,8 @@ def draw(seed: int) -> dict[str, Any]:
     return {**drawn, "options": {**options, **specific}}
 
 
-def _common_options(rng: random.Random) -> dict[str, Any]:
-    options: dict[str, Any] = {
+def _common_options(rng):
+    options = {
         "per_device_train_batch_size": rng.randint(1, 5),
         "gradient_accumulation_steps": rng.choice([1, 1, 2, 3]),
         "gradient_checkpointing": rng.random() < 0.4,
@@ -82,9 +82,9 @@ def _common_options(rng: random.Random) -> dict[str, Any]:
     return options
 
 
-def _our_options(rng: random.Random, task: str, model_type: str) -> dict[str, Any]:
+def _our_options(rng, task, model_type):
     is_online = task in ONLINE  # the lengths of rows are not known beforehand
-    ours: dict[str, Any] = {
+    ours = {
         "prefix_sharing": rng.random() < 0.7,
         "flat_attention": rng.choice(["auto", "auto", "auto" if model_type == "falcon" else "segment", "mask"]),
         "arrange_micro_batches": rng.choice([*["none"] * 4, "prefix" if is_online else "tokens", "prefix"]),
@@ -94,16 +94,16 @@ def _our_options(rng: random.Random, task: str, model_type: str) -> dict[str, An
     return {**ours, "max_tokens_per_micro_batch": rng.choice([None, None, 12, 40])}
 
 
-def _lengths(rng: random.Random) -> dict[str, Any]:
+def _lengths(rng):
     return {
         "max_length": rng.choice([None, 6, 12, 24, 40, 1024]),
         "truncation_mode": rng.choice(["keep_start", "keep_end"]),
     }
 
 
-def _dpo_options(rng: random.Random, model: dict, options: dict, data: dict) -> dict[str, Any]:
+def _dpo_options(rng, model, options, data):
     losses = rng.sample(LOSSES, rng.choice([1, 1, 1, 2, 3]))
-    specific: dict[str, Any] = {
+    specific = {
         "loss_type": losses,
         "beta": rng.choice([0.01, 0.1, 0.5, 1.0]),
         "label_smoothing": 0.1 if "exo_pair" in losses else rng.choice([0.0, 0.0, 0.1, 0.3]),
@@ -120,11 +120,11 @@ def _dpo_options(rng: random.Random, model: dict, options: dict, data: dict) -> 
     return specific
 
 
-def _sft_options(rng: random.Random, model: dict, options: dict, data: dict) -> dict[str, Any]:
+def _sft_options(rng, model, options, data):
     data["format"] = rng.choice(["messages", "prompt", "text", "input_ids"])
     data["conversational"] = data["format"] in ("messages", "input_ids") or data["conversational"]
     options["label_smoothing_factor"] = rng.choice([0.0, 0.0, 0.0, 0.1])
-    specific: dict[str, Any] = {"loss_type": rng.choice(["nll", "nll", "dft"]), **_lengths(rng)}
+    specific = {"loss_type": rng.choice(["nll", "nll", "dft"]), **_lengths(rng)}
     if data["format"] == "messages":
         specific["assistant_only_loss"] = rng.random() < 0.5
     elif data["format"] == "prompt":
@@ -139,7 +139,7 @@ def _sft_options(rng: random.Random, model: dict, options: dict, data: dict) -> 
     return specific
 
 
-def _reward_options(rng: random.Random, model: dict, options: dict, data: dict) -> dict[str, Any]:
+def _reward_options(rng, model, options, data):
     # A common shift of all rewards has no gradient: Adam would make steps of its rounding. Larger steps than these
     # diverge where rewards are pulled to zero, and rounding with them
     options |= {"optim": "sgd", "learning_rate": 0.02}
@@ -149,7 +149,7 @@ def _reward_options(rng: random.Random, model: dict, options: dict, data: dict) 
     }
 
 
-def _kto_options(rng: random.Random, model: dict, options: dict, data: dict) -> dict[str, Any]:
+def _kto_options(rng, model, options, data):
     loss_type = rng.choice(["kto", "apo_zero_unpaired"])
     if loss_type == "kto":  # which compares the rows of a batch, as they lie in the data
         options["train_sampling_strategy"] = "sequential"
@@ -164,7 +164,7 @@ def _kto_options(rng: random.Random, model: dict, options: dict, data: dict) -> 
     }
 
 
-def _online_options(rng: random.Random, model: dict, options: dict, data: dict) -> dict[str, Any]:
+def _online_options(rng, model, options, data):
     generations = rng.choice([2, 2, 4])
     options["per_device_train_batch_size"] = generations * rng.choice([1, 1, 2])
     if "per_device_eval_batch_size" in options:
@@ -182,7 +182,7 @@ def _online_options(rng: random.Random, model: dict, options: dict, data: dict) 
     }
 
 
-def _grpo_options(rng: random.Random, model: dict, options: dict, data: dict) -> dict[str, Any]:
+def _grpo_options(rng, model, options, data):
     return {
         **_online_options(rng, model, options, data),
         "loss_type": rng.choice(["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo"]),
@@ -193,11 +193,11 @@ def _grpo_options(rng: random.Random, model: dict, options: dict, data: dict) ->
     }
 
 
-def _rloo_options(rng: random.Random, model: dict, options: dict, data: dict) -> dict[str, Any]:
+def _rloo_options(rng, model, options, data):
     return {**_online_options(rng, model, options, data), "normalize_advantages": rng.random() < 0.5}
 
 
-def _distillation_options(rng: random.Random, model: dict, options: dict, data: dict) -> dict[str, Any]:
+def _distillation_options(rng, model, options, data):
     model["teacher"] = rng.choice([model["type"], "llama", "gpt_neox"])
     return {
         "beta": rng.choice([0.0, 0.0, 0.3, 1.0]),
@@ -207,7 +207,7 @@ def _distillation_options(rng: random.Random, model: dict, options: dict, data: 
     }
 
 
-_SPECIFIC: dict[str, Any] = {
+_SPECIFIC = {
     "dpo": _dpo_options,
     "sft": _sft_options,
     "reward": _reward_options,

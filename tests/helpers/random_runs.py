@@ -33,7 +33,7 @@ _MOVED = ("entropy", "logits/", "mean_token_accuracy", "min_reward", "max_reward
 # --- Data ----------------------------------------------------------------------------------------------------------
 
 
-def _said(role: str, words: str, conversational: bool) -> Any:
+def _said(role, words, conversational):
     return [{"role": role, "content": words}] if conversational else words
 
 
@@ -44,13 +44,13 @@ def make_data(drawn: dict[str, Any], offset: int = 0) -> Dataset:
         return _IMAGES.get(data.get("format", drawn["task"]), vision_prompts)(data["rows"], seed)
     rng = random.Random(seed)
     make = _ROWS.get(drawn["task"], _prompt)
-    rows: list[dict[str, Any]] = []
+    rows = []
     for _ in range(data["rows"]):
         rows.append(make(rng, data, rows))
     return Dataset.from_list(rows)
 
 
-def _pair(rng: random.Random, data: dict, rows: list) -> dict[str, Any]:
+def _pair(rng, data, rows):
     edge = rng.choice(
         ["", "", "", "one word", "identical", "same prompt", "no prompt", "long prompt", "nothing chosen"]
     )
@@ -76,7 +76,7 @@ def _pair(rng: random.Random, data: dict, rows: list) -> dict[str, Any]:
     return row
 
 
-def _instruction(rng: random.Random, data: dict, rows: list) -> dict[str, Any]:
+def _instruction(rng, data, rows):
     shape = data["format"]
     if shape == "messages":
         roles = ("user", "assistant") * rng.choice([1, 1, 2, 4])
@@ -98,7 +98,7 @@ def _instruction(rng: random.Random, data: dict, rows: list) -> dict[str, Any]:
     return {"input_ids": ids, "labels": [token if rng.random() < 0.7 else -100 for token in ids]}
 
 
-def _unpaired(rng: random.Random, data: dict, rows: list) -> dict[str, Any]:
+def _unpaired(rng, data, rows):
     pair = _pair(rng, data, rows)
     return {
         "prompt": pair["prompt"],
@@ -107,7 +107,7 @@ def _unpaired(rng: random.Random, data: dict, rows: list) -> dict[str, Any]:
     }
 
 
-def _prompt(rng: random.Random, data: dict, rows: list) -> dict[str, Any]:
+def _prompt(rng, data, rows):
     if rows and rng.random() < 0.2:
         return rng.choice(rows)
     return {"prompt": _said("user", text(rng, *rng.choice([(1, 1), (1, 15), (30, 40)])), data["conversational"])}
@@ -120,7 +120,7 @@ _ROWS = {"dpo": _pair, "reward": _pair, "sft": _instruction, "kto": _unpaired}
 # --- Training ------------------------------------------------------------------------------------------------------
 
 
-def _arguments(drawn: dict[str, Any]) -> dict[str, Any]:
+def _arguments(drawn):
     """Fresh models and a tokenizer, the same each time."""
     model, reference = drawn["model"], drawn["model"]["reference"].split()[-1]
     tokenizer = make_tokenizer()
@@ -130,7 +130,7 @@ def _arguments(drawn: dict[str, Any]) -> dict[str, Any]:
     elif drawn["data"]["pad_is_eos"]:
         tokenizer.pad_token = tokenizer.eos_token
 
-    def make(seed: int, model_type: str = model["type"]) -> Any:
+    def make(seed, model_type=model["type"]):
         torch.manual_seed(seed)
         if model_type in ARCHITECTURES:
             made = make_vision(model_type, seed)[0]
@@ -143,7 +143,7 @@ def _arguments(drawn: dict[str, Any]) -> dict[str, Any]:
             made.base_model_prefix = "model"
         return in_float64(made).train()
 
-    given: dict[str, Any] = {"model": make(model["seed"]), "processing_class": tokenizer}
+    given = {"model": make(model["seed"]), "processing_class": tokenizer}
     torch.manual_seed(model["seed"])
     if reference == "lora":
         given["peft_config"] = lora()
@@ -161,8 +161,8 @@ def _arguments(drawn: dict[str, Any]) -> dict[str, Any]:
 class _Gradients(TrainerCallback):
     """Keeps the gradients of each optimizer step."""
 
-    def __init__(self) -> None:
-        self.steps: list[dict[str, torch.Tensor]] = []
+    def __init__(self):
+        self.steps = []
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         self.steps.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
@@ -179,7 +179,7 @@ def train(drawn: dict[str, Any], is_ours: bool) -> Run:
     return replace(result, gradients=kept.steps)
 
 
-def _ignored(drawn: dict[str, Any]) -> tuple[str, ...]:
+def _ignored(drawn):
     ignored = _MOVED if drawn["ours"]["arrange_micro_batches"] != "none" else ()
     if ignored and drawn["task"] == "kto":  # a micro-batch has any number of desirable examples
         ignored = (*ignored, "logps/", "rewards/")
@@ -213,5 +213,5 @@ def outcome(seed: int) -> dict[str, Any]:
     return {**drawn, "verdict": "same", "method": ours.trainer.method}
 
 
-def _said_by(error: Exception) -> str:
+def _said_by(error):
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -172,7 +172,7 @@ def _aten_backward(
     return tuple(gradient.to(x.dtype) for gradient, x in zip(gradients, (q, k, v), strict=True))
 
 
-def _window(windows: dict[str, Any]) -> tuple[int, int]:
+def _window(windows):
     given = {name: value for name, value in windows.items() if value is not None}
     window = given.pop("window_size_left", -1), given.pop("window_size_right", -1)
     assert not given, f"nothing here knows of {given}"
@@ -191,7 +191,7 @@ def varlen_on(device_type: str = "cpu") -> Iterator[list[inspect.BoundArguments]
     signature = inspect.signature(varlen_attn)
 
     @functools.wraps(varlen_attn)
-    def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def watched(*args, **kwargs):
         calls.append(signature.bind(*args, **kwargs))
         check_call(*(calls[-1].arguments[name] for name in ("query", "cu_seq_q", "cu_seq_k", "max_q", "max_k")))
         return varlen_attn(*args, **kwargs)
@@ -208,7 +208,7 @@ def varlen_on(device_type: str = "cpu") -> Iterator[list[inspect.BoundArguments]
         yield calls
 
 
-def _register(implementation: str) -> None:
+def _register(implementation):
     """Hub kernels are registered as they are loaded."""
     if implementation not in AttentionInterface().valid_keys():
         AttentionInterface.register(implementation, AttentionInterface()["flash_attention_2"])

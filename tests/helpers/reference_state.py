@@ -6,7 +6,6 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 from unittest import mock
 
 import torch
@@ -27,7 +26,7 @@ def by_segment(function: Callable, dim: int) -> Callable:
     """`function` of one row, called for each segment that `seq_idx` or `cu_seqlens` tell of."""
 
     @functools.wraps(function)
-    def call(states: torch.Tensor, *args: Any, seq_idx=None, cu_seqlens=None, initial_state=None, **kwargs) -> Any:
+    def call(states, *args, seq_idx=None, cu_seqlens=None, initial_state=None, **kwargs):
         if cu_seqlens is not None:
             boundaries = cu_seqlens.tolist()
         elif seq_idx is not None:
@@ -39,7 +38,7 @@ def by_segment(function: Callable, dim: int) -> Callable:
         total, outputs, finals = states.size(dim), [], []
         assert boundaries[-1] == total
 
-        def cut(x: Any, first: int, last: int) -> Any:
+        def cut(x, first, last):
             has_tokens = isinstance(x, torch.Tensor) and x.ndim > 2 and x.size(dim) == total
             return x.narrow(dim, first, last - first) if has_tokens else x
 
@@ -63,7 +62,7 @@ def without_gradient_of_state(scan: Callable) -> Callable:
     """The first Mamba's `scan` as its kernel: no gradient goes through the state in which it ends."""
 
     @functools.wraps(scan)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args, **kwargs):
         result = scan(*args, **kwargs)
         return (result[0], result[1].detach()) if isinstance(result, tuple) else result
 

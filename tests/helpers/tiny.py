@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 SEED = int(os.environ.get("TRL_PADDINGFREE_SEED", 0))  # of this run of the tests
 WORDS = [f"w{i}" for i in range(60)]
 # Weights are larger than usual, so that a wrong context shows in the loss
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": 69,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -166,7 +166,7 @@ def score(completions: list, **kwargs: Any) -> list[float]:
 
 
 # For each task, what makes so many rows of its data
-DATA: dict[str, Callable[[int, int], Dataset]] = {
+DATA = {
     "dpo": preference_data,
     "sft": prompt_completions,
     "reward": preference_data,
@@ -183,7 +183,7 @@ def arguments(
     make: Callable[[int], Any] = lambda seed: make_model(seed=seed),
 ) -> dict[str, Any]:
     """Fresh arguments of the trainer of a task, but for data; `make` makes a reference or a teacher."""
-    made: dict[str, Any] = {"processing_class": processor or make_tokenizer()}
+    made = {"processing_class": processor or make_tokenizer()}
     made["model"] = model or (reward_model() if task == "reward" else make_model())
     torch.manual_seed(1)
     if adapters:

@@ -1,7 +1,6 @@
 """Tiny vision-language models of fourteen architectures, their processors, and data with images, made on the spot."""
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 import transformers
 from datasets import Dataset
 from PIL import Image
-from transformers import AutoConfig, AutoModelForImageTextToText, ProcessorMixin
+from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.utils import is_torchvision_available
@@ -83,7 +82,7 @@ class Architecture:
     placeholder: str = IMAGE  # what stands for an image in a prompt, before the processor expands it
 
 
-def _qwen(tower: dict[str, Any], config: dict[str, Any] = _QWEN_IDS, **text: Any) -> Architecture:
+def _qwen(tower, config=_QWEN_IDS, **text):
     return Architecture({**_QWEN_TOWER, **tower}, config, text, _MERGED, placeholder=f"{OPEN}{IMAGE}{CLOSE}")
 
 
@@ -184,11 +183,11 @@ BUILDABLE = [kind for kind in ARCHITECTURES if is_torchvision_available() or kin
 SAMPLE = random.Random(SEED).sample(BUILDABLE, 2)
 
 
-def _make_processor(kind: str) -> ProcessorMixin:
+def _make_processor(kind):
     architecture, backend = ARCHITECTURES[kind], "torchvision" if is_torchvision_available() else "pil"
     cls = getattr(transformers, PROCESSOR_MAPPING_NAMES[kind])
     images = getattr(transformers, IMAGE_PROCESSOR_MAPPING_NAMES[kind][backend])
-    parts: dict[str, Callable[[], Any]] = {
+    parts = {
         "image_processor": lambda: images(**architecture.images),
         "tokenizer": lambda: word_level([*VOCABULARY], SPECIAL, eos_token=END, extra_special_tokens=_NAMES),
         # Nothing has videos or sounds
