@@ -15,7 +15,7 @@ from pathlib import Path
 VERSION = "1.17.0"
 
 
-def copy_of_trl(folder: Path, moved: str) -> Path:
+def copy_of_trl(folder, moved):
     """A folder with the installed TRL, called version 1.17, in which `moved` has another name throughout."""
     (source,) = find_spec("trl").submodule_search_locations
     shutil.copytree(source, folder / "trl", ignore=shutil.ignore_patterns("__pycache__"))
@@ -29,7 +29,7 @@ def copy_of_trl(folder: Path, moved: str) -> Path:
     return folder
 
 
-def build(name: str, **options):
+def build(name, **options):
     """A trainer of this package, by the name of its task."""
     from tests.helpers.tiny import DATA, arguments
     from tests.runs import make_trainer
@@ -67,10 +67,10 @@ def train_what_fails_within_trl():
     train_dpo()
 
 
-def attempt(case: dict) -> None:
+def attempt(case):
     """Do what a case asks for, in a process of its own, and write down what came of it."""
     sys.path.insert(0, case["folder"])
-    said: dict = {"error": None}
+    said = {"error": None}
     try:
         globals()[case["does"]]()
     except Exception as error:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from trl import TrlParser
 
 import trl_paddingfree
 from scripts.benchmark import tables
@@ -35,13 +34,13 @@ SCRIPTS = ("dpo", "sft", "reward", "kto", "grpo", "rloo", "distillation")
 COMMANDS = ["inspect", "check", *SCRIPTS, "env", "quickstart"]
 
 
-def page_with(head: str) -> str:
+def page_with(head):
     """The page with the table whose first column is called `head`."""
     (page,) = [text for text in PAGES.values() if f"\n| {head} |" in text]
     return page
 
 
-def table(head: str) -> list[list[str]]:
+def table(head):
     """The rows of the tables of one page whose first column is called `head`."""
     rows = []
     for after in page_with(head).split(f"\n| {head} |")[1:]:
@@ -54,7 +53,7 @@ def table(head: str) -> list[list[str]]:
 OTHERS = (CHINESE, "docs/write_a_trainer.md", "docs/any_trainer.md", "docs/packed.md")
 PYTHON = [(name, block) for name, page in PAGES.items() if name not in OTHERS for block in blocks(page, "python")]
 EXAMPLES = [pytest.param(block, id=name) for name, block in PYTHON if not block.startswith((">>>", '"""'))]
-SESSIONS: dict[str, str] = {}  # by page: what one block defines, the next ones use
+SESSIONS = {}  # by page: what one block defines, the next ones use
 for name, block in PYTHON:
     if block.startswith(">>>"):
         SESSIONS[name] = SESSIONS.get(name, "") + block
@@ -114,19 +113,19 @@ def test_the_pages_sessions_print_what_they_show(session):
     assert doctest.DocTestRunner().run(test).failed == 0
 
 
-def commands(text: str) -> list[list[str]]:
+def commands(text):
     """The commands of all shell blocks, without comments."""
     joined = "\n".join(blocks(text, "bash")).replace("\\\n", " ")
     lines = [line for line in joined.splitlines() if line and not line.startswith("#")]
     return [shlex.split(part, comments=True) for line in lines for part in line.split("&&")]
 
 
-def parses(script: str, argv: list[str]) -> None:
+def parses(script, argv):
     """Parse the options of a script and of `accelerate launch` as the command does."""
     from accelerate.commands.launch import launch_command_parser
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
-    parser: TrlParser = make_script_parser(script)
+    parser = make_script_parser(script)
     argv = [*argv, "--use_cpu", "true", "--bf16", "false"]
     *_, rest = parser.parse_args_and_config(argv, return_remaining_strings=True)
     launch_command_parser().parse_args([*resolve_accelerate_config_argument(rest), "script.py"])
@@ -141,7 +140,7 @@ def test_the_pages_commands_parse(monkeypatch):
         assert_parses(argv)
 
 
-def assert_parses(argv: list[str]) -> None:
+def assert_parses(argv):
     argv = [part for part in argv if not re.match(r"[A-Z_]+=", part)]
     program, command, *options = argv + [""] * (len(argv) == 1)
     if program == "trl-paddingfree" and command in SCRIPTS:
@@ -219,7 +218,7 @@ def test_every_logged_figure_is_documented():
     assert sorted(documented) == sorted(re.findall(r'"(flat/\w+)"', "".join(FILES.values())))
 
 
-def messages() -> str:
+def messages():
     """All strings in the package, with the values that they are formatted with left out."""
     texts = []
     for source in FILES.values():
@@ -243,7 +242,7 @@ def test_the_chinese_readme_has_the_code_of_the_english_one():
         assert blocks(PAGES[CHINESE], language) == blocks(PAGES["README.md"], language)
 
 
-def links(name: str) -> list[tuple[str, str]]:
+def links(name):
     """Where the links of a page lead inside the repository: paths from its root, and anchors."""
     targets = [target for target in re.findall(r"\]\(([^)]+)\)", PAGES[name]) if not target.startswith("https://")]
     found = []
@@ -254,7 +253,7 @@ def links(name: str) -> list[tuple[str, str]]:
     return found
 
 
-def anchors(text: str) -> list[str]:
+def anchors(text):
     """What the headings of a page are called in links."""
     headings = [heading.lower() for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
     return [re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings]

@@ -38,7 +38,7 @@ def attempt(tmp_path_factory):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, **pipes) as process:
 
-        def run(does: str, moved: str) -> dict:
+        def run(does, moved):
             folder = tmp_path_factory.mktemp("trl")
             answer = folder / "answer.json"
             case = {"folder": str(copy_of_trl(folder, moved)), "does": does, "answer": str(answer)}
@@ -79,12 +79,12 @@ def test_a_version_that_is_not_tested_is_named_with_errors_only(attempt):
     assert f"trl {VERSION} (tested: " in note
 
 
-def failing(error: Exception):
+def failing(error):
     with naming_versions(), naming_versions():
         raise error
 
 
-def notes_of(error: Exception, **tested: tuple[str, str]) -> list[str]:
+def notes_of(error, **tested):
     with mock.patch.object(versions, "TESTED", tested), pytest.raises(type(error)) as raised:
         failing(error)
     assert raised.value is error

@@ -21,7 +21,7 @@ MODULES = sorted(
 )
 
 
-def in_a_fresh_process(code: str, *arguments: str) -> str:
+def in_a_fresh_process(code, *arguments):
     """What `code` prints, in a Python that has imported nothing yet."""
     return finished([sys.executable, "-c", code, *arguments], 300).stdout
 
@@ -77,7 +77,7 @@ def test_importing_every_module_changes_nothing_in_transformers_and_trl():
 
 
 # Which parts of the package each part may import. An arrow that is not here would point up, or around
-MAY_IMPORT: dict[str, set[str]] = {
+MAY_IMPORT = {
     "flat": set(),
     "versions": set(),
     "upstream": {"versions"},
@@ -101,7 +101,7 @@ def test_a_part_imports_only_what_lies_below_it():
     assert in_circles(MAY_IMPORT) == []
 
 
-def part_of(name: str) -> str:
+def part_of(name):
     return name.split("/")[0].removesuffix(".py")
 
 
@@ -174,7 +174,7 @@ def test_modules_import_and_they_and_their_public_names_say_what_they_are():
     assert silent == missing == []
 
 
-def exists(path: str) -> bool:
+def exists(path):
     """Whether a dotted name leads to something."""
     try:
         pkgutil.resolve_name(path)

@@ -119,7 +119,7 @@ ELSEWHERE = {
 OURS = {"_derived", "_gib", "_last_readers", "_reward"}
 
 
-def find(place: str):
+def find(place):
     module, _, path = place.partition(":")
     found = importlib.import_module(module)
     for name in path.split("."):
@@ -141,7 +141,7 @@ def test_private_attributes_are_set_by_their_classes():
         assert any(f"self.{name} " in inspect.getsource(cls) for cls in find(owner).__mro__[:-1]), place
 
 
-def names_of_others() -> dict[str, set[str]]:
+def names_of_others():
     """By module, names that the package does not define: attributes, also those asked for by a string, and imports."""
     found, own = {}, set()
     for module, source in FILES.items():

@@ -20,7 +20,7 @@ RUNS = {
 }
 
 
-def floors(requirements: list[str]) -> dict[str, Version]:
+def floors(requirements):
     """The lowest version that each requirement allows."""
     bounds = {r.name: [b.version for b in r.specifier if b.operator == ">="] for r in map(Requirement, requirements)}
     return {name: Version(*versions) for name, versions in bounds.items() if versions}

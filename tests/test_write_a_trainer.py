@@ -19,7 +19,7 @@ LOSS, ROWS, GENERATED = blocks((ROOT / "docs" / "write_a_trainer.md").read_text(
 TRIPLES = "your-name/triples"
 
 
-def triples(n: int):
+def triples(n):
     """Pairs, and a reference answer to each prompt; one has all three alike."""
     rng = random.Random(SEED)
 
@@ -29,7 +29,7 @@ def triples(n: int):
     return preference_data(n, SEED).map(reference, with_indices=True)
 
 
-def own_file(example: str, folder) -> dict:
+def own_file(example, folder):
     """What a file defines that holds an example up to where it trains."""
     (folder / "own_trainer.py").write_text(example.split("\ntrainer = ")[0], encoding="utf-8")
     spec = importlib.util.spec_from_file_location("own_trainer", folder / "own_trainer.py")

@@ -18,13 +18,13 @@ from trl_paddingfree import FlatModel, padding_free
 TOLERANCE = 1e-5
 
 
-def sharded(model: torch.nn.Module) -> torch.nn.Module:
+def sharded(model):
     for layer in model.model.layers:
         fully_shard(layer)
     return fully_shard(model)
 
 
-def trained(model: torch.nn.Module, wrap) -> list[torch.Tensor]:
+def trained(model, wrap):
     """The weights after three steps in a loop, whole."""
     wrapped = wrap(model.train())
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
@@ -39,7 +39,7 @@ def trained(model: torch.nn.Module, wrap) -> list[torch.Tensor]:
     return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in wrapped.parameters()]
 
 
-def by_trainer(model: torch.nn.Module) -> list[torch.Tensor]:
+def by_trainer(model):
     """The weights after three steps of transformers' trainer."""
     examples = [{"input_ids": row[row >= 0].tolist()} for draw in range(6) for row in rows("right", draw)["labels"]]
     options = {"max_steps": 3, "per_device_train_batch_size": 4, "optim": "sgd", "learning_rate": 0.1}
@@ -50,7 +50,7 @@ def by_trainer(model: torch.nn.Module) -> list[torch.Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
-def main() -> None:
+def main():
     dist.init_process_group("gloo")
     for name, train in {
         "ddp": lambda model: trained(model, DistributedDataParallel),

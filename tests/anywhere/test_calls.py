@@ -30,7 +30,7 @@ MODELS = ("llama", "mistral", "gemma3_text", "gpt2", "opt", "qwen3_moe", "mixtra
 NOTHING = BatchCounts()
 
 
-def rows(side: str, draw: int = 0, width: int = 20) -> dict[str, torch.Tensor]:
+def rows(side, draw=0, width=20):
     """Padded rows of any length, some of which start alike, and labels, but where padding would predict them."""
     rng = np.random.default_rng(SEED + draw)
     prompt = rng.integers(2, 60, 6)
@@ -45,40 +45,40 @@ def rows(side: str, draw: int = 0, width: int = 20) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(~known, -100)}
 
 
-def unlabelled(side: str = "right", **options) -> dict[str, torch.Tensor]:
+def unlabelled(side="right", **options):
     """The same without labels, of which a call answers with logits alone."""
     return {key: x for key, x in rows(side, **options).items() if key != "labels"}
 
 
-def both(model_type: str = "llama", **options):
+def both(model_type="llama", **options):
     """A tiny model, and a copy of which padded calls are flat."""
     model = in_float64(tiny_model(model_type, **options))
     return model, padding_free(copy.deepcopy(model))
 
 
-def counts_of(model: torch.nn.Module) -> BatchCounts:
+def counts_of(model):
     return FlatModel.of(model).counts
 
 
-def show_what_is_read(model: torch.nn.Module, given: dict[str, torch.Tensor]) -> None:
+def show_what_is_read(model, given):
     """A backward pass of a loss that does not score the first tokens of rows, which padding on the left predicts."""
     model(**given).logits[given["attention_mask"].bool()].mean().backward()
     model.zero_grad()
     FlatModel.of(model).padded.said.clear()
 
 
-def assert_is_flat(model: torch.nn.Module) -> None:
+def assert_is_flat(model):
     assert 0 < counts_of(model).computed < counts_of(model).padded
 
 
-def assert_same_logits(model: torch.nn.Module, ours: torch.nn.Module, given: dict[str, torch.Tensor]) -> None:
+def assert_same_logits(model, ours, given):
     """Of all tokens but padding."""
     real = given["attention_mask"].bool()
     expected, logits = model(**given).logits, ours(**given).logits
     assert (expected - logits)[real].abs().max() <= TOLERANCE * expected.abs().max()
 
 
-def assert_same_loss(model: torch.nn.Module, ours: torch.nn.Module, given: dict[str, torch.Tensor]) -> None:
+def assert_same_loss(model, ours, given):
     """And the same gradients."""
     losses = [each(**given).loss for each in (model, ours)]
     assert torch.allclose(*losses)
@@ -88,7 +88,7 @@ def assert_same_loss(model: torch.nn.Module, ours: torch.nn.Module, given: dict[
     assert_same_gradients(model, ours)
 
 
-def assert_same_gradients(model: torch.nn.Module, ours: torch.nn.Module) -> None:
+def assert_same_gradients(model, ours):
     largest = max(p.grad.abs().max() for p in model.parameters() if p.grad is not None)
     for (name, p), other in zip(model.named_parameters(), ours.parameters(), strict=True):
         if p.grad is not None:
@@ -152,7 +152,7 @@ def test_frequencies_that_follow_the_longest_row_follow_the_padding(kind):
     assert_is_flat(ours)
 
 
-def calls_of_other_kinds() -> dict[str, tuple[dict, str]]:
+def calls_of_other_kinds():
     """Calls that are no plain rows, with a word of what is said of them."""
     given = rows("right")
     labels, ids, mask = given.pop("labels"), given["input_ids"], given["attention_mask"]

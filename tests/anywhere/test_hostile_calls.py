@@ -37,14 +37,14 @@ def on_the_left():
     return *moved(), unlabelled("left")
 
 
-def said_of(model: torch.nn.Module) -> str:
+def said_of(model):
     return " ".join(FlatModel.of(model).padded.said)
 
 
 # --- padding on the left, and losses that read logits -----------------------------------------------------------------
 
 
-def all_scored(logits: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def all_scored(logits, ids, mask):
     """A loss that scores all tokens of rows, those that padding predicts among them."""
     scored = mask[:, 1:].bool()
     return torch.nn.functional.cross_entropy(logits[:, :-1][scored], ids[:, 1:][scored])
@@ -157,7 +157,7 @@ def test_masks_in_floating_point_are_read_as_transformers_reads_them(values):
     assert bool(counts_of(ours).computed) == (values == (1.0, 0.0))
 
 
-def head_of_its_own(changed: str) -> torch.nn.Module:
+def head_of_its_own(changed):
     """A model whose head hands on another mask or other positions if it is given labels."""
     model = make_model()
 
@@ -288,7 +288,7 @@ def test_calls_from_several_threads_are_those_of_one():
     for given in calls[::2]:
         del given["labels"]
 
-    def run(given: dict[str, torch.Tensor]) -> None:
+    def run(given):
         for _ in range(8):
             assert_same_logits(model, ours, given)
 

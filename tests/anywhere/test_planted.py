@@ -43,22 +43,22 @@ def packed(model, rows, mask=lambda blocks, rows: blocks, positions=lambda place
     return model(input_ids=torch.cat(rows)[None], **given).logits[0].split(lengths(rows))
 
 
-def masked(change) -> Forward:
+def masked(change):
     """With a mask of blocks that `change(mask, rows)` spoils."""
     return partial(packed, mask=change)
 
 
-def placed(change) -> Forward:
+def placed(change):
     """With positions that `change(positions)` spoils."""
     return partial(packed, positions=change)
 
 
-def answered(change) -> Forward:
+def answered(change):
     """With logits that `change(logits)` spoils, of each row."""
     return lambda model, rows: [change(x) for x in packed(model, rows)]
 
 
-def when(condition, forward: Forward) -> Forward:
+def when(condition, forward):
     """A forward where a condition on model and rows is met, and else a right one."""
     return lambda model, rows: (forward if condition(model, rows) else packed)(model, rows)
 
@@ -66,7 +66,7 @@ def when(condition, forward: Forward) -> Forward:
 leaky = masked(lambda mask, rows: torch.ones_like(mask))
 
 
-def mixes_in(path, size=1e-2) -> Forward:
+def mixes_in(path, size=1e-2):
     """Rows one by one, of which each gets something of the one before it in a part of the backbone."""
 
     def forward(model, rows):
@@ -86,7 +86,7 @@ def mixes_in(path, size=1e-2) -> Forward:
     return forward
 
 
-def with_weight(name, change) -> Forward:
+def with_weight(name, change):
     """With another tensor, equal in value, in the place of a parameter."""
 
     def forward(model, rows):
@@ -145,7 +145,7 @@ def after_others(model, rows):
     return packed(model, [x for row in rows for x in (row, other)])[::2]
 
 
-def own_window(size) -> Forward:
+def own_window(size):
     return masked(lambda mask, rows: mask.triu(1 - size))
 
 
@@ -163,7 +163,7 @@ def checkpointed(model, rows):
         model.gradient_checkpointing_disable()
 
 
-def head_in_parts(change=lambda weight: weight) -> Forward:
+def head_in_parts(change=lambda weight: weight):
     def forward(model, rows):
         hidden = []
         with model.lm_head.register_forward_pre_hook(lambda module, args: hidden.append(args[0])):

@@ -3,9 +3,7 @@
 import importlib
 import random
 import string
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -38,7 +36,7 @@ from tests.helpers.tiny import (
     score,
     text,
 )
-from tests.runs import ROUNDED, Run, assert_same, run, train
+from tests.runs import ROUNDED, assert_same, run, train
 from trl_paddingfree import FlatModel, padding_free
 
 # Means over all logits, those of padding among them, which are 0 here
@@ -49,7 +47,7 @@ GENERATING = {"max_steps": 2, "temperature": 1.0}
 COMPLETING = {**GENERATING, "max_completion_length": 8}
 
 
-def triples(n: int, seed: int) -> Dataset:
+def triples(n, seed):
     """Pairs, each with a third completion."""
     rng = random.Random(seed)
     rows = [{"prompt": text(rng, 1, 20)} for _ in range(n)]
@@ -57,18 +55,18 @@ def triples(n: int, seed: int) -> Dataset:
     return Dataset.from_list([{**row, **{name: " " + text(rng, 1, 20) for name in names}} for row in rows])
 
 
-def demonstrations(n: int, seed: int) -> Dataset:
+def demonstrations(n, seed):
     """Prompts with what only a teacher is told."""
     rng = random.Random(seed)
     return prompts(n, seed).add_column("privileged_context", [text(rng, 1, 9) for _ in range(n)])
 
 
-def binary(completions: list, **kwargs: Any) -> list[float]:
+def binary(completions, **kwargs):
     """A reward of 0 or 1."""
     return [float(value > 3) for value in score(completions)]
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer():
     """A tokenizer of bytes, as GOLD needs one: of digits and few others, so that all are tokens of the tiny models."""
     template = make_tokenizer().chat_template
     characters = sorted({*string.ascii_lowercase, *string.digits, *"<|_>ĠĊ"})
@@ -79,7 +77,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **specials)
 
 
-def teacher(folder: str) -> torch.nn.Module:
+def teacher(folder):
     """Another model with the tokenizer of a folder, which makes no cache where it is only asked what it says."""
     model = make_model(seed=1, num_hidden_layers=1)
     model.config._name_or_path = folder
@@ -88,7 +86,7 @@ def teacher(folder: str) -> torch.nn.Module:
 
 
 # Of each of TRL's trainers: the data, and what it needs beside a model
-TRL: dict[str, tuple[Any, dict[str, Any]]] = {
+TRL = {
     "orpo.ORPO": (preference_data, {"max_length": 64}),
     "cpo.CPO": (preference_data, {"max_length": 64}),
     "cpo.CPO simpo": (preference_data, {"max_length": 64, "loss_type": "simpo", "cpo_alpha": 0.0}),
@@ -106,7 +104,7 @@ TRL: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def assert_trained_as_padded(trained: Callable[[torch.nn.Module], Run], make: Callable[[], torch.nn.Module]) -> None:
+def assert_trained_as_padded(trained, make):
     model = padding_free(make())
     ours = trained(model)
     counts = FlatModel.of(model).counts
@@ -126,7 +124,7 @@ def test_trainers_of_trl_without_a_class_here(name, model_dir):
         "train_dataset": data(16, seed=3),
     }
 
-    def trained(model: torch.nn.Module) -> Run:
+    def trained(model):
         tokenizer = byte_tokenizer() if name == "gold.GOLD" else make_tokenizer()
         # A2PO would predict completions from what stands in the padding on the right
         tokenizer.padding_side = "left" if name == "a2po.A2PO" else "right"
@@ -159,7 +157,7 @@ HEADS = {
 }
 
 
-def labelled(of_tokens: bool) -> list[dict[str, Any]]:
+def labelled(of_tokens):
     """Rows of very different lengths, each, or each of its tokens, with a class."""
     rng, rows = random.Random(24), []
     for _ in range(24):
@@ -176,7 +174,7 @@ def test_the_trainer_of_transformers(kind, side, tmp_path):
     rows, tokenizer, config = labelled(kind == "tokens"), make_tokenizer(), make_model(num_labels=3).config
     tokenizer.padding_side = side
 
-    def trained(prepare: Callable) -> Run:
+    def trained(prepare):
         torch.manual_seed(1)
         options = {"max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 5e-3, "adam_epsilon": 1e-2}
         options |= {"label_smoothing_factor": 0.1 * (kind == "smoothed"), "logging_steps": 1}

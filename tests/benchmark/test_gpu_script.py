@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +19,7 @@ with open(os.environ["RECORD"], "a") as file:
 """
 
 
-def commands(folder: Path, **variables: str) -> list[list[str]]:
+def commands(folder, **variables):
     """What the script has Python do, for some steps."""
     python, record = folder / "bin" / "python3", folder / "record"
     python.parent.mkdir()

@@ -66,7 +66,7 @@ MUST_WORK = {
 EAGER_ONLY = ["gemma2", "gpt_oss"]
 
 
-def make(name: str, attention: str | None):
+def make(name, attention):
     """A model of `MUST_WORK` with TRL's fused head, in training mode without dropout."""
     model_type, options = MUST_WORK.get(name, (name, {}))
     model = tiny_model(model_type, attn_implementation=attention, seed=SEED, **options)

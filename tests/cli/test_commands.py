@@ -35,7 +35,7 @@ def roberta_dir(tmp_path_factory):
     return str(folder)
 
 
-def json_of(capsys, *argv: str):
+def json_of(capsys, *argv):
     """Exit code and the JSON that a command prints, which must be all that it prints."""
     code = main([*argv, "--json"])
     return code, json.loads(capsys.readouterr().out)
@@ -73,7 +73,7 @@ def test_the_help_of_scripts_is_their_own(capsys, command):
     assert "\n  --learning_rate " in others.replace(ours, "")
 
 
-def texts(n: int, seed: int) -> Dataset:
+def texts(n, seed):
     return prompt_completions(n, seed).select_columns("completion").rename_column("completion", "text")
 
 

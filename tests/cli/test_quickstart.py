@@ -23,7 +23,7 @@ SHORT = ["--steps", "2", "--sft_steps", "2", "--batch_size", "4", "--max_length"
 def run(tmp_path, capsys):
     """Run the quick start; its exit code, its JSON, and the folder it wrote to."""
 
-    def run(*argv: str):
+    def run(*argv):
         code = main(["quickstart", *SHORT, "--output_dir", str(tmp_path), "--json", *argv])
         return code, json.loads(capsys.readouterr().out), tmp_path
 

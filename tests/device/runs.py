@@ -1,15 +1,13 @@
 """What is trained on the pretend device, and the comparison with the CPU."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests import pretend_device
 from tests.helpers.tiny import DATA, SEED, arguments
-from tests.runs import Run, off_by, run
+from tests.runs import off_by, run
 
 # The device computes on the CPU, by other calls in places: sums of a few hundred terms in float32 differ by less
 TOLERANCE = 1e-5
@@ -17,7 +15,7 @@ TOLERANCE = 1e-5
 ROUNDED = ("rewards/accuracies", "accuracy")
 
 
-def train(task: str, layout: str = "shared", make: Callable | None = None, data: Any = None, **options: Any):
+def train(task, layout="shared", make=None, data=None, **options):
     """Train two steps, with adapters if nothing else is asked for, on data that the data loader pins."""
     options = {
         "dataloader_pin_memory": True,
@@ -29,7 +27,7 @@ def train(task: str, layout: str = "shared", make: Callable | None = None, data:
     return run(task, layout, **(make() if make else arguments(task)), train_dataset=data, **options)
 
 
-def assert_as_on_cpu(train: Callable[[], Run], tolerance: float = TOLERANCE) -> Run:
+def assert_as_on_cpu(train, tolerance=TOLERANCE):
     """Train on the CPU and on the device, compare every logged figure and all weights, and give the latter."""
     with pretend_device.switched_off(), sdpa_kernel(SDPBackend.MATH):  # the device has no other
         expected = train()

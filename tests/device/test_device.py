@@ -3,7 +3,6 @@
 import copy
 import warnings
 import weakref
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ def x(device):
 
 
 # What the host waits for, and what makes it
-WAITS: dict[tuple[str, ...], dict[str, Callable]] = {
+WAITS = {
     ("local_scalar_dense",): {"item": lambda x: x.sum().item()},
     ("tolist",): {"tolist": lambda x: x.tolist()},
     ("tolist", "tolist"): {"list of numbers": lambda x: torch.tensor([x[0], x[1]])},
@@ -93,7 +92,7 @@ def test_cuda_waits_for_the_same(x):
         assert any("synchroniz" in str(warning.message) for warning in found) == bool(reasons), name
 
 
-REFUSED: dict[str, tuple[Callable, str]] = {
+REFUSED = {
     "two devices": (lambda x: x + torch.ones(4), "found at least two devices"),
     "a number of the device beside the CPU": (lambda x: torch.ones(4) + x[0], "found at least two devices"),
     "in one tensor": (lambda x: torch.stack([x[0], torch.tensor(1.0)]), "same device"),

@@ -9,7 +9,7 @@ from trl_paddingfree import FlatBatch
 from trl_paddingfree.flat.batch import IGNORE_INDEX, row_starts
 
 
-def padded(rng: np.random.Generator, num_rows: int, width: int, prompt: list[int]):
+def padded(rng, num_rows, width, prompt):
     """Rows of any length at any place, some of which start alike."""
     ids, mask = torch.zeros(num_rows, width, dtype=torch.long), torch.zeros(num_rows, width, dtype=torch.long)
     for row in range(num_rows):

@@ -111,7 +111,7 @@ def test_a_row_with_labels_of_the_users_own_shares_nothing_and_the_others_do():
     assert FlatBatch.from_rows(rows[:2], labels[:2]).layout.segments.lengths == (3, 3)
 
 
-def rows_with(prefix: int, length: int, number: int, first: int = 0) -> list[list[int]]:
+def rows_with(prefix, length, number, first=0):
     """Rows that have their first tokens in common, and no others."""
     return [[*range(prefix), *([first + n] * (length - prefix))] for n in range(1000, 1000 + number)]
 

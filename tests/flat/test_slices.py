@@ -17,7 +17,7 @@ from trl_paddingfree.flat.slices import NO_WINDOW, cut_by_number, cut_by_size, k
 seeds, sizes = st.integers(0, 10**6), st.integers(1, 80)
 
 
-def random_cuts(seed: int, total: int) -> tuple[int, ...]:
+def random_cuts(seed, total):
     """Cuts of an axis, of which some may lie at one place."""
     rng = np.random.default_rng(seed)
     return (0, *sorted(rng.integers(0, total + 1, rng.integers(0, 9)).tolist()), total)
@@ -33,7 +33,7 @@ def keys_of(slices):
     return kept, had
 
 
-def mask_of(layout: FlatLayout, window: int) -> np.ndarray:
+def mask_of(layout, window):
     """`(queries, keys)` bool: what queries of a layout see in a window, by the keys that attention gathers for runs."""
     segments, rows = layout.segments, []
     index = np.arange(segments.num_keys) if layout.kv_index is None else layout.kv_index.numpy()
@@ -44,7 +44,7 @@ def mask_of(layout: FlatLayout, window: int) -> np.ndarray:
     return np.array(rows)
 
 
-def dense_mask(segments: Segments, window: int) -> np.ndarray:
+def dense_mask(segments, window):
     """What each token sees, by the definition of a path and its positions."""
     positions = segments.position_ids
     return segments.dense_mask() & (positions > positions[:, None] - window)

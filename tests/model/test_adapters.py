@@ -22,7 +22,7 @@ from trl_paddingfree.model.routes import Route
 BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
 
 
-def adapted(folder=None, once: bool = True, **options):
+def adapted(folder=None, once=True, **options):
     """A bfloat16 model, or a 4-bit one from `folder`, with adapters on all linear layers."""
     if folder is None:
         model = make_model(dtype=torch.bfloat16, seed=SEED)
@@ -39,7 +39,7 @@ def adapted(folder=None, once: bool = True, **options):
     return peft_model
 
 
-def arguments(flat: bool):
+def arguments(flat):
     draws = torch.Generator().manual_seed(SEED)
     rows = torch.randint(1, 69, (3, 20), generator=draws)
     rows[1, :9] = rows[0, :9]

@@ -43,7 +43,7 @@ class Attention(torch.nn.Module):
     training = False
     layer_idx = 0
 
-    def __init__(self, groups: int):
+    def __init__(self, groups):
         super().__init__()
         self.num_key_value_groups = groups
         self.head_dim = 8
@@ -58,7 +58,7 @@ class SoftcapAttention(Attention):
 class SinkAttention(Attention):
     """A layer whose file has an eager function with sinks."""
 
-    def __init__(self, groups: int):
+    def __init__(self, groups):
         super().__init__(groups)
         self.sinks = torch.nn.Parameter(torch.tensor([0.5, -1.0, 2.0, 0.1], dtype=torch.float64))
 
@@ -67,7 +67,7 @@ SoftcapAttention.__module__ = modeling_gemma2.__name__
 SinkAttention.__module__ = modeling_gpt_oss.__name__
 
 
-def random_segments(seed: int) -> Segments:
+def random_segments(seed):
     """A tree of rows of two tokens' alphabet: prefixes within prefixes, rows that are prefixes of others."""
     rng = np.random.default_rng(seed)
     rows = [rng.integers(0, 2, rng.integers(1, 14)) for _ in range(6)]
@@ -333,7 +333,7 @@ def test_under_autocast_float32_states_are_no_reason_against_varlen(prefix_shari
 def test_varlen_keeps_keys_once_and_computes_what_copies_do(name):
     segments, window = SEGMENTS[name], 3
     layout, inputs = FlatLayout.from_segments(segments), states(segments, 2, dtype=torch.bfloat16)
-    kept: list[torch.Tensor] = []
+    kept = []
     with varlen_on("cpu"), torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         output, _ = ATTENTION["varlen"](layout, "sdpa", Attention(2), *inputs, scaling=0.4, sliding_window=window)
         assert {x.data_ptr() for x in inputs} <= {x.data_ptr() for x in kept}

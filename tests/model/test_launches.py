@@ -56,7 +56,7 @@ def launches(model_type: str, n_layers: int, prefix_sharing: bool | None, casts:
     return [Counter(forward.names), Counter(backward.names)]
 
 
-def per_layer(model_type: str, prefix_sharing: bool | None, casts: int = 0) -> list[Counter[str]]:
+def per_layer(model_type, prefix_sharing, casts=0):
     """Launches that one more layer adds, forward and backward."""
     fewer, more = (launches(model_type, n, prefix_sharing, casts) for n in (1, 2))
     return [b - a for a, b in zip(fewer, more, strict=True)]

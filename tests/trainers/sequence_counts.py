@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import PreTrainedModel
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.flat_and_padded import flat_model
@@ -46,7 +45,7 @@ class Sent:
     in_float32: int = 0  # of the numbers, whatever the dtype
 
 
-def models(dtype: torch.dtype) -> dict[str, tuple[PreTrainedModel, list[Sent]]]:
+def models(dtype):
     sizes = {"hidden_size": HEADS * SIZE, "intermediate_size": 256, "num_hidden_layers": LAYERS, "dtype": dtype}
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": KEYS}
     attention = Sent(1, lambda size: 2 * (HEADS + max(KEYS, size)) * SIZE)
@@ -54,7 +53,7 @@ def models(dtype: torch.dtype) -> dict[str, tuple[PreTrainedModel, list[Sent]]]:
     of_values = {"linear_num_value_heads": HEADS, "linear_value_head_dim": SIZE}
     state = {"num_heads": HEADS, "head_dim": 2 * SIZE, "state_size": SIZE, "n_groups": 1}
 
-    def kinds(kind: str) -> dict:
+    def kinds(kind):
         return {"layer_types": [kind] * (LAYERS - 1) + ["full_attention"], "head_dim": SIZE}
 
     delta_rule = tiny_model("qwen3_5_text", **sizes, **heads, **of_keys, **of_values, **kinds("linear_attention"))
@@ -76,7 +75,7 @@ def models(dtype: torch.dtype) -> dict[str, tuple[PreTrainedModel, list[Sent]]]:
     }
 
 
-def expected_bytes(sent: list[Sent], batch: FlatBatch, group: SequenceGroup, dtype: torch.dtype) -> int:
+def expected_bytes(sent, batch, group, dtype):
     """Bytes to other processes, of a forward and a backward pass, to the byte."""
     total, tokens = 0, batch.input_ids.size(1) // group.size
     halo = Halo.of(batch.layout, REACH, group.rank, group.size)
@@ -97,7 +96,7 @@ class CountedReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def make_batch(prefix_sharing: bool) -> FlatBatch:
+def make_batch(prefix_sharing):
     torch.manual_seed(1)
     rows, labels = [], []
     for prompt, *answers in LENGTHS:
@@ -108,20 +107,20 @@ def make_batch(prefix_sharing: bool) -> FlatBatch:
     return FlatBatch.from_rows(rows, labels, prefix_sharing=prefix_sharing)
 
 
-def log_probs(flat: FlatModel, batch: FlatBatch) -> torch.Tensor:
+def log_probs(flat, batch):
     """What the model says of a batch, without the comparison of rows that a CPU waits for."""
     rows = batch.input_ids[0][batch.row_index]
     labels = torch.full_like(rows, -100).masked_fill(batch.row_mask, 1)
     return flat_forward(flat, batch, input_ids=rows, labels=labels, fused_lm_head=True, use_cache=False).log_probs
 
 
-def of_all(value: float, device: torch.device) -> list[float]:
+def of_all(value, device):
     found = [torch.zeros(1, dtype=torch.float64, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(found, torch.tensor([value], dtype=torch.float64, device=device))
     return [x.item() for x in found]
 
 
-def kept_bytes(flat: FlatModel, batch: FlatBatch) -> int:
+def kept_bytes(flat, batch):
     counter = SavedBytes(flat.model, recomputable_layers(flat.model))
     with counter.counting():
         loss = log_probs(flat, batch).sum()
@@ -130,19 +129,19 @@ def kept_bytes(flat: FlatModel, batch: FlatBatch) -> int:
     return kept
 
 
-def work(flat: FlatModel, batch: FlatBatch) -> int:
+def work(flat, batch):
     with FlopCounterMode(display=False) as counter:
         log_probs(flat, batch).sum().backward()
     return counter.get_total_flops()
 
 
-def reads(flat: FlatModel, batch: FlatBatch) -> int:
+def reads(flat, batch):
     with CountedReads() as counted:
         log_probs(flat, batch)
     return counted.number
 
 
-def sent_bytes(flat: FlatModel, batch: FlatBatch, rank: int) -> int:
+def sent_bytes(flat, batch, rank):
     """Bytes to other processes, of a forward and a backward pass."""
     found, exchange = [0], dist.all_to_all_single
 
@@ -156,7 +155,7 @@ def sent_bytes(flat: FlatModel, batch: FlatBatch, rank: int) -> int:
     return found[0]
 
 
-def compare(kind: str, flat: FlatModel, batch: FlatBatch, group: SequenceGroup, exchanged: list[Sent]) -> None:
+def compare(kind, flat, batch, group, exchanged):
     device, dtype, found, said = group.device, flat.model.dtype, {}, []
     for name, member in (("whole", None), ("sliced", group)):
         flat.group = member
@@ -176,7 +175,7 @@ def compare(kind: str, flat: FlatModel, batch: FlatBatch, group: SequenceGroup, 
     assert sent == expected_bytes(exchanged, batch, group, dtype)
 
 
-def main() -> None:
+def main():
     rank, world = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     on_gpus = torch.cuda.device_count() >= world
     device, dtype = (torch.device("cuda", rank), torch.bfloat16) if on_gpus else (torch.device("cpu"), torch.float32)

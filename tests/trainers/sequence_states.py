@@ -36,19 +36,19 @@ FAMILIES = {
 SHORT = ([[5]], [[5, 6]], [[5, 6, 7], [5, 8]])
 
 
-def batches(seed: int) -> list[list[list[int]]]:
+def batches(seed):
     drawn = torch.randint(1, 96, (150,), generator=torch.Generator().manual_seed(seed)).tolist()
     return [tree(seed), [drawn[:90] + drawn[100:130], drawn[:90] + drawn[130:]], *SHORT]
 
 
-def answered(flat: FlatModel, rows: list[list[int]], prefix_sharing: bool) -> tuple[torch.Tensor, dict]:
+def answered(flat, rows, prefix_sharing):
     batch = FlatBatch.from_rows(rows, rows, prefix_sharing=prefix_sharing)
     given = batch.input_ids[0][batch.row_index]
     labels = given.masked_fill(~batch.row_mask, -100)
     return log_probs_and_gradients(flat.model, input_ids=given, labels=labels, flat_batch=batch)
 
 
-def as_engines_average(gradients: dict, model: torch.nn.Module, size: int) -> dict:
+def as_engines_average(gradients, model, size):
     found = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -59,7 +59,7 @@ def as_engines_average(gradients: dict, model: torch.nn.Module, size: int) -> di
 
 
 @float64_throughout()
-def compare(name: str, seed: int, group: SequenceGroup, has_kernels: bool) -> None:
+def compare(name, seed, group, has_kernels):
     model_type, options = FAMILIES[name]
     model = in_float64(tiny_model(model_type, seed=seed, **options)).train()
     add_fused_lm_head(model)
@@ -88,7 +88,7 @@ def compare(name: str, seed: int, group: SequenceGroup, has_kernels: bool) -> No
                 assert not any(own[x].abs().max() for x in own.keys() - whole.keys()), where
 
 
-def main() -> None:
+def main():
     dist.init_process_group("gloo")
     seed, *names = sys.argv[1:]
     group = SequenceGroup(dist.group.WORLD, torch.device("cpu"))

@@ -3,7 +3,6 @@
 import logging
 from functools import partial
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -34,12 +33,12 @@ class GoesAroundTheHead(PaddingFreeGRPOTrainer):
         return logps, logps.detach(), None
 
 
-def arguments_of(task: str) -> dict[str, Any]:
+def arguments_of(task):
     """What each trainer needs beside a configuration."""
     return {**arguments(task), "train_dataset": DATA[task](8, SEED)}
 
 
-def train(trainer_class: type, task: str, **options: Any) -> Any:
+def train(trainer_class, task, **options):
     return run(task, "ours", trainer_class=trainer_class, **arguments_of(task), steps=1, **options).trainer
 
 
@@ -98,13 +97,13 @@ def test_collators_give_trls_tensors(collator):
                 assert torch.equal(ours[name], expected[name])
 
 
-def build(task: str, of_trl: bool = False, **options: Any) -> Any:
+def build(task, of_trl=False, **options):
     """A trainer that has not trained, by TRL's own configuration if asked for."""
     given = {"config_class": TRAINERS[task].trl_config} if of_trl else {}
     return make_trainer(task, "ours", **arguments_of(task), **given, **options)
 
 
-def said_by_us(caplog) -> list[str]:
+def said_by_us(caplog):
     return [r.getMessage() for r in caplog.records if r.name == "trl_paddingfree.trainers.refusals"]
 
 

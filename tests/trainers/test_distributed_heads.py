@@ -45,7 +45,7 @@ def test_two_processes_follow_padded_trl_in_two_processes():
     finished(torchrun(2, "-m", __name__), TIMEOUT)
 
 
-def main() -> None:
+def main():
     # On the second process fewer tokens fit, so that it alone computes a micro-batch in slices
     plan, number = of_trainers.make_planner, 20 if int(os.environ["RANK"]) else 400
     memory_planner.LEAST_SLICE = 8  # rows of tiny models are short

@@ -12,7 +12,7 @@ from transformers import GenerationMixin
 from tests.helpers.launching import finished
 from tests.helpers.reference_flash import half_flash_func, reference_flash, varlen_on
 from tests.helpers.tiny import SEED, arguments, make_model, preference_data, prompts, unpaired
-from tests.runs import LAYOUTS, Run, assert_as_close, run
+from tests.runs import LAYOUTS, assert_as_close, run
 from trl_paddingfree.trainers import runtime
 
 DATA = {
@@ -32,7 +32,7 @@ def generate(model, input_ids, **kwargs):
     return torch.cat([input_ids, drawn.to(input_ids.device)], 1)
 
 
-def train(task: str, layout: str, attention: str = "sdpa", **options) -> Run:
+def train(task, layout, attention="sdpa", **options):
     def make():
         return make_model("qwen2", attn_implementation=attention, **SIZES)
 
@@ -42,7 +42,7 @@ def train(task: str, layout: str, attention: str = "sdpa", **options) -> Run:
 
 
 @cache
-def padded(task: str) -> tuple[Run, Run]:
+def padded(task):
     """Padded TRL in float32, and in bfloat16."""
     return train(task, "padded", bf16=False), train(task, "padded", bf16=True)
 
