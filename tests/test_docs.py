@@ -183,8 +183,7 @@ def test_contributing_names_what_ci_checks():
 
 
 def test_every_command_is_documented():
-    documented = re.findall(r"`(\w+)`", " ".join(row[0] for row in table("command")))
-    assert documented == COMMANDS
+    assert re.findall(r"`(\w+)`", " ".join(row[0] for row in table("command"))) == COMMANDS
     for command in COMMANDS:
         assert f"trl-paddingfree {command}" in page_with("command")
 
@@ -202,8 +201,7 @@ def test_every_option_is_documented_with_its_default():
 
 
 def test_every_backend_is_documented():
-    documented = [backend.strip("`") for backend, *_ in table("backend")]
-    assert documented == [*BACKENDS]
+    assert [backend.strip("`") for backend, *_ in table("backend")] == [*BACKENDS]
 
 
 @pytest.mark.parametrize(("head", "budget"), [("in a step", None), ("under a budget", 20)])

@@ -102,8 +102,7 @@ def test_kernels_are_as_close_to_float32_as_padded_bfloat16(name, prefix_sharing
         ]
         reference, padded, ours = ({"log_probs": log_probs, **gradients} for log_probs, gradients in found)
         for figure, expected in reference.items():
-            error = (ours[figure].float() - expected).abs().max()
-            assert error <= budget(padded[figure].float(), expected), figure
+            assert (ours[figure].float() - expected).abs().max() <= budget(padded[figure].float(), expected), figure
 
 
 def backbone(model, batch):

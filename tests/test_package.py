@@ -154,10 +154,8 @@ def test_the_exports_are_the_public_names_for_type_checkers_too():
     exec("from trl_paddingfree import *", names)
     assert set(trl_paddingfree.__all__) <= names.keys()
     assert (PACKAGE / "py.typed").exists()
-    tree = ast.parse(FILES["__init__.py"])
-    (for_checkers,) = (node for node in tree.body if isinstance(node, ast.If))
-    imported = {alias.name: node.module for node in for_checkers.body for alias in node.names}
-    assert imported == trl_paddingfree._EXPORTS
+    (for_checkers,) = (node for node in ast.parse(FILES["__init__.py"]).body if isinstance(node, ast.If))
+    assert {alias.name: node.module for node in for_checkers.body for alias in node.names} == trl_paddingfree._EXPORTS
 
 
 def test_modules_import_and_they_and_their_public_names_say_what_they_are():

@@ -233,8 +233,7 @@ def flat_mask():
 def test_a_4d_mask_passes_through_every_mask_function(name):
     create = getattr(transformers.masking_utils, name)
     config, mask = make_model().config, flat_mask()
-    returned = create(config, torch.zeros(1, 5, 8), mask, None)
-    assert returned is mask
+    assert create(config, torch.zeros(1, 5, 8), mask, None) is mask
 
 
 def test_a_4d_mask_is_no_mask_to_layers_that_carry_state():
@@ -244,8 +243,7 @@ def test_a_4d_mask_is_no_mask_to_layers_that_carry_state():
 
 def test_every_model_with_chunks_takes_a_dict_of_masks():
     model = tiny_model("llama4_text")
-    names = set(model.config.layer_types)
-    assert names == {"full_attention", "chunked_attention"}
+    assert set(model.config.layer_types) == {"full_attention", "chunked_attention"}
     with pytest.raises(KeyError, match="chunked_attention"):
         model.model(torch.zeros(1, 3, dtype=torch.long), attention_mask={"full_attention": None})
 
@@ -391,8 +389,7 @@ def test_the_fused_head_calls_the_backbone_and_takes_shifted_labels():
     seen = []
     model.base_model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs), with_kwargs=True)
     ids = torch.tensor([[5, 6, 7]])
-    labels = torch.tensor([[6, -100, 8]])
-    output = model(input_ids=ids, shift_labels=labels, fused_lm_head=True)
+    output = model(input_ids=ids, shift_labels=torch.tensor([[6, -100, 8]]), fused_lm_head=True)
     assert isinstance(output, FusedCausalLMOutput)
     assert output.log_probs.shape == (1, 3)
     assert output.log_probs[0, 1] == 0

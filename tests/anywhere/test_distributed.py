@@ -6,5 +6,4 @@ SECONDS = 400  # of which most is importing, on a busy machine
 
 
 def test_ddp_fsdp2_and_the_trainer_of_transformers():
-    process = finished(torchrun(2, "-m", "tests.anywhere.distributed"), SECONDS)
-    assert process.stdout.count("the same") == 2
+    assert finished(torchrun(2, "-m", "tests.anywhere.distributed"), SECONDS).stdout.count("the same") == 2

@@ -36,8 +36,7 @@ def test_the_examples_train_flat(title, example, monkeypatch, tmp_path, model_di
 
 
 def test_the_check_of_a_framework_runs(model_dir, capsys):
-    example = blocks(PACKED, "python")[1]
-    exec(example.replace("Qwen/Qwen3-0.6B", model_dir), {})
+    exec(blocks(PACKED, "python")[1].replace("Qwen/Qwen3-0.6B", model_dir), {})
     assert "packed by forward_of_a_framework: LEAKS" in capsys.readouterr().out
 
 

@@ -15,8 +15,7 @@ def test_the_commands_log_what_trls_log(files, model_dir, task, source):
     assert found["differences"]["loss"] < 1e-5
     assert {"grad_norm", "num_tokens"} < found["differences"].keys()
     assert [entry["step"] for entry in found["ours"]] == [1, 2]
-    result = {"measured": [found], "environment": {"gpu": "machine"}}
-    assert f"| {task}, {source} | 2 |" in agreement.report(result)
+    assert f"| {task}, {source} | 2 |" in agreement.report({"measured": [found], "environment": {"gpu": "machine"}})
 
 
 def test_a_command_that_logs_something_else_is_an_error(files, model_dir, monkeypatch):

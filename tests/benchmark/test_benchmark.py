@@ -117,8 +117,7 @@ def test_a_memory_budget_that_holds_everything_costs_what_no_recomputation_costs
     """Up to the gradient of the embeddings, which checkpointing asks for and nothing uses."""
     names = ["trl", "trl-kept", "shared", "budget"]
     benchmark = Benchmark(settings(task, gradient_checkpointing=True), methods=names)
-    result = benchmark.run(rows(benchmark), num_batches=1, rounds=1)
-    assert result["agree"]
+    assert benchmark.run(rows(benchmark), num_batches=1, rounds=1)["agree"]
     two = rows(benchmark).examples[:2]
     (_, padded), (_, kept), (work, _) = (runner.count(two) for runner in benchmark.runners[:3])
     assert kept < padded
@@ -381,8 +380,7 @@ def test_pairs_of_one_prompt_share_it_when_they_meet(csv):
 
 def test_packing_makes_fewer_steps_and_cuts_examples(csv):
     """Four rows of 60 tokens and one of 130 that a maximum of 100 cuts: by TRL's strategies, 5, 5 and 4 rows of 100."""
-    file = csv("total,assistant", *["60,20"] * 4, "130,20")
-    measured = measure_packing(file, max_length=100, batch_size=1)
+    measured = measure_packing(csv("total,assistant", *["60,20"] * 4, "130,20"), max_length=100, batch_size=1)
     found = {name: [x["steps"], x["lost"], x["cut"]] for name, x in measured["methods"].items()}
     expected = {"padding_free": [5, 30 / 370, 1 / 5], "bfd": [5, 30 / 370], "bfd_split": [5, 0, 1 / 5]}
     expected["wrapped"] = [4, 0, 3 / 5]

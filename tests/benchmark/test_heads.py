@@ -33,6 +33,5 @@ def test_methods_that_disagree_report_no_speed(files, model_dir, monkeypatch):
 
 def test_prompts_are_those_of_pairs_or_of_conversations():
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    rows = Dataset.from_list([{"messages": messages}])
-    assert heads.prompts_of(rows)[0] == {"prompt": messages[:1]}
+    assert heads.prompts_of(Dataset.from_list([{"messages": messages}]))[0] == {"prompt": messages[:1]}
     assert heads.prompts_of(preference_data(2, 0)).column_names == ["prompt"]

@@ -127,8 +127,7 @@ def test_architecture_passes_the_check_with_the_kernels_of_a_gpu(name, attention
     if attention and not installed and name in NO_STAND_IN:
         pytest.skip("needs flash-attn")
     with reference_flash(torch_varlen_func) if attention and not installed else nullcontext():
-        model = make(name, attention).bfloat16().cuda()
-        result = proven(model)
+        result = proven(make(name, attention).bfloat16().cuda())
     assert result.prefix_sharing == (result.route.backend != "positions")
     assert result.route.backend in (("flash", "positions") if attention else ("varlen", "segment", "mask"))
 

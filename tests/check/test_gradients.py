@@ -231,8 +231,7 @@ def test_frozen_layers_of_sound_models_pass_gradients_on(model_type):
 def test_frozen_blocks_of_zeros_which_models_are_expanded_by_are_sound():
     model = make().requires_grad_(False)
     torch.nn.init.zeros_(model.model.layers[1].mlp.down_proj.weight)
-    call = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
-    assert proven(model, call=call).passed
+    assert proven(model, call=get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))).passed
 
 
 def test_a_table_that_no_gradient_has_to_come_through_is_no_frozen_layer():
@@ -269,8 +268,7 @@ def test_the_check_says_what_it_would_have_found():
     """In bfloat16, that is a large part of what one token of context does; leaks show at any size."""
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
-        model = make(dtype=dtype)
-        result = proven(model)
+        result = proven(make(dtype=dtype))
         found[dtype] = result.smallest_mistake
         assert f"a mistake of {result.smallest_mistake:.1e} of one token" in str(result)
     assert 0 < found[torch.float32] < 1e-4 < found[torch.bfloat16] < 0.3
@@ -322,8 +320,7 @@ def test_a_model_without_watched_embeddings_is_refused():
     model = make()
     reference = RowsInTraining(model)
     model.get_input_embeddings().register_forward_hook(lambda module, args, output: output.detach())
-    result = check_gradients(lambda: reference, prefix_sharing=False)
-    assert not result.passed
+    assert not check_gradients(lambda: reference, prefix_sharing=False).passed
 
 
 def deep(monkeypatch):

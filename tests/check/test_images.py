@@ -28,8 +28,7 @@ def make(kind, task="dpo"):
         "dpo": (VisionPreferenceCollator, vision_pairs),
         "sft": (VisionLanguageModelingCollator, vision_completions),
     }[task]
-    collator = collator_class(processor, padding_free=True, rules=vision_rules(model))
-    return model, ImageProbe(collator, data(6, SEED))
+    return model, ImageProbe(collator_class(processor, padding_free=True, rules=vision_rules(model)), data(6, SEED))
 
 
 @pytest.mark.parametrize("task", ["dpo", "sft"])

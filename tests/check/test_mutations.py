@@ -74,5 +74,4 @@ def test_a_mistake_in_one_layer_of_a_large_model_is_found_by_its_other_code(kind
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_a_mistake_the_same_models_are_exact(kind):
-    model = mutated(kind, 3, "leak", trains=None)
-    assert not proven(model, fallback=False).not_compared
+    assert not proven(mutated(kind, 3, "leak", trains=None), fallback=False).not_compared

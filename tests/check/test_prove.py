@@ -75,8 +75,7 @@ def test_use_cache_is_caught(monkeypatch):
     @contextmanager
     def with_cache(*args, **kwargs):
         with original(*args, **kwargs):  # our hook is there: this one runs after it
-            turn_on = partial(give, use_cache=True)
-            handle = model.base_model.register_forward_pre_hook(turn_on, with_kwargs=True)
+            handle = model.base_model.register_forward_pre_hook(partial(give, use_cache=True), with_kwargs=True)
             yield
             handle.remove()
 
@@ -270,8 +269,7 @@ def test_tolerance_follows_the_model_and_its_dtype():
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
 def test_a_correct_mixture_in_bfloat16_passes(model_type):
-    model = make(model_type, attention=None, dtype=torch.bfloat16)
-    assert proven(model).prefix_sharing
+    assert proven(make(model_type, attention=None, dtype=torch.bfloat16)).prefix_sharing
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["whole", "lora"])
@@ -387,8 +385,7 @@ def test_check_costs_a_few_thousand_tokens():
 
 
 def test_a_model_without_an_attention_function_gets_a_mask():
-    model = make("falcon")
-    result = proven(model)
+    result = proven(make("falcon"))
     assert (result.route.backend, result.prefix_sharing) == ("mask", True)
 
 

@@ -346,8 +346,7 @@ def test_dpo_trains_and_saves_a_model(tmp_path, pairs_file, model_dir):
     config.write_text("learning_rate: 1.0e-4\nnum_machines: 1\n")
     options = f"--model_name_or_path {model_dir} --dataset_name {pairs_file} --output_dir {tmp_path}/out --max_steps 1"
     options += f" --report_to none --save_strategy no --config {config} --num_processes 1"
-    command = [sys.executable, "-m", "trl_paddingfree", "dpo", *options.split(), *ON_CPU]
-    result = finished(command, 300)
+    result = finished([sys.executable, "-m", "trl_paddingfree", "dpo", *options.split(), *ON_CPU], 300)
     assert "Trained by padding-free (segment, shared prefixes)" in result.stdout
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
     assert result.stderr.count("Padding-free, segment: sdpa over segments of like shape, shared prefixes: exact") == 1

@@ -30,6 +30,5 @@ def test_training_configs_parse(file):
 def test_accelerate_configs_load(file):
     from accelerate.commands.config.config_args import load_config_from_file
 
-    config = load_config_from_file(str(file))
-    assert config.num_processes == 8
+    assert load_config_from_file(str(file)).num_processes == 8
     assert file.stem in file.read_text().splitlines()[0]

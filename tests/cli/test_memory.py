@@ -63,8 +63,7 @@ def test_offloading_leaves_one_layer_and_what_is_on_its_way():
         (device, host), peaks = needs.offloaded(load), needs.peaks(load)
         assert needs.fixed < device < peaks[0]
         assert host == pytest.approx(needs.saved(load)[-1], rel=1e-6)  # all that waits between the passes
-    layers = np.repeat(np.arange(len(needs.per_feature.kept)), 8)
-    many = replace(needs, per_feature=needs.per_feature.of(layers))
+    many = replace(needs, per_feature=needs.per_feature.of(np.repeat(np.arange(len(needs.per_feature.kept)), 8)))
     assert many.offloaded(long)[0] == needs.offloaded(long)[0] < many.peaks(long)[-1]
 
 

@@ -24,8 +24,7 @@ def pairs(tmp_path_factory):
 
 
 def test_inspect_counts_the_tokens_of_images(inspected, vision_dir, pairs):
-    report = inspected(pairs, "--batch_size", "8", "--max_length", "0", tokenizer=vision_dir)
-    batch = report["batch_sizes"][0]
+    batch = inspected(pairs, "--batch_size", "8", "--max_length", "0", tokenizer=vision_dir)["batch_sizes"][0]
     model, processor = make_vision("llava")
     collator = VisionPreferenceCollator(processor, padding_free=True, rules=vision_rules(model))
     counts = collator([*vision_pairs(8, SEED)])["flat_batch"].counts

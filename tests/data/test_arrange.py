@@ -23,5 +23,4 @@ def test_examples_that_start_alike_meet_without_a_copy_of_the_data():
     tracemalloc.stop()
     assert peak < 8 * rows * tokens / 2
     assert sorted(order) == list(range(rows))
-    steps = starts[order].reshape(-1, size)
-    assert (np.diff(steps) >= 0).all()
+    assert (np.diff(starts[order].reshape(-1, size)) >= 0).all()

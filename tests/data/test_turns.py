@@ -101,8 +101,7 @@ def test_a_column_of_prompts_beside_the_conversations_is_replaced():
 @pytest.mark.parametrize("streaming", [False, True], ids=["data", "stream"])
 def test_conversations_of_from_and_value_are_read_as_trl_reads_them(streaming):
     said = messages("uaua")
-    rows = [{"conversations": [{"from": one["role"], "value": one["content"]} for one in said]}]
-    data = Dataset.from_list(rows)
+    data = Dataset.from_list([{"conversations": [{"from": one["role"], "value": one["content"]} for one in said]}])
     cut = split_turns(data.to_iterable_dataset() if streaming else data)
     assert list(cut) == list(split_turns(Dataset.from_list([{"messages": said}])))
 

@@ -175,8 +175,7 @@ def test_slices_that_are_computed_again_draw_from_the_device_what_they_drew(monk
     def once():
         made = {**arguments("sft", model=make_model()), "peft_config": lora(lora_dropout=0.3)}
         with pretend_device.own_generator():
-            given = {"max_tokens_per_micro_batch": 12, "steps": 1}
-            return train("sft", make=lambda: made, data=DATA["sft"](4, 0), **given)
+            return train("sft", make=lambda: made, data=DATA["sft"](4, 0), max_tokens_per_micro_batch=12, steps=1)
 
     again = once()
     monkeypatch.setattr(slices, "checkpoint", lambda function, *args, use_reentrant: function(*args))
@@ -194,8 +193,7 @@ def test_layers_of_another_kind(name):
     router = {"output_router_logits": True, "router_aux_loss_coef": 0.1} if name == "qwen3_moe" else {}
 
     def make():
-        model = tiny_model(name, pad_token_id=0, **router)
-        return arguments("dpo", adapters=name != "gpt_oss", model=model)
+        return arguments("dpo", adapters=name != "gpt_oss", model=tiny_model(name, pad_token_id=0, **router))
 
     # Experts are computed by another function there, and layers with a state make more of rounding than others
     assert_as_on_cpu(lambda: train("dpo", make=make, **RECOMPUTED[0]), AS_PADDED)
@@ -223,8 +221,7 @@ def test_images(task, kind, slices_made):
 
 def test_turns_of_conversations():
     data = split_turns(conversations(8, SEED))
-    result = assert_as_on_cpu(lambda: train("sft", data=data))
-    assert result.log_history[0]["flat/saved_by_sharing"] > 0
+    assert assert_as_on_cpu(lambda: train("sft", data=data)).log_history[0]["flat/saved_by_sharing"] > 0
 
 
 def test_a_run_that_is_resumed(tmp_path):

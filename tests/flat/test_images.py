@@ -71,8 +71,7 @@ def test_grids_are_given_for_each_row():
     grids = torch.tensor([[1, 2, 2], [1, 2, 6], [1, 4, 2]])
     rows = [[1, IMAGE, *[IMAGE] * 3], [IMAGE, IMAGE, 7], [2, *[IMAGE] * 4], [3]]
     images = RowImages(VisionRules(IMAGE, patches=4), [0, 1, 0, 2], grids)
-    batch = FlatBatch.from_rows(rows, rows, images=images, width=8)
-    found = batch.images.grids
+    found = FlatBatch.from_rows(rows, rows, images=images, width=8).images.grids
     assert found["image_grid_thw"].tolist() == grids[[0, 1, 2, 0, 1]].tolist()
     assert [
         row[mask > 0].tolist() for row, mask in zip(found["input_ids"], found["attention_mask"], strict=True)
@@ -132,8 +131,7 @@ def test_tokens_of_a_block_see_each_other_in_every_row(window):
 
 
 def test_segments_of_equal_shape_have_masks_of_their_own_where_blocks_differ():
-    rows = [[1, IMAGE, IMAGE, 2], [1, 3, IMAGE, IMAGE]]
-    batch = flat(rows, [0, 1], sharing=False, has_blocks=True)
+    batch = flat([[1, IMAGE, IMAGE, 2], [1, 3, IMAGE, IMAGE]], [0, 1], sharing=False, has_blocks=True)
     first, second = masks_of_calls(batch.layout, None, None)
     assert first[0, 0, 1, 2]
     assert not second[0, 0, 1, 2]

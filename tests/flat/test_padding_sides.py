@@ -26,8 +26,7 @@ def test_rows_come_back_to_the_columns_that_they_had(sharing):
     rng = np.random.default_rng(SEED)
     for _ in range(50):
         ids, mask = padded(rng, num_rows=5, width=11, prompt=[7, 8, 9])
-        labels = ids.masked_fill(mask == 0, IGNORE_INDEX)
-        batch = FlatBatch.from_padded(ids, mask, labels, prefix_sharing=sharing)
+        batch = FlatBatch.from_padded(ids, mask, ids.masked_fill(mask == 0, IGNORE_INDEX), prefix_sharing=sharing)
         assert batch.to_rows() == [row[m.bool()].tolist() for row, m in zip(ids, mask, strict=True)]
         assert torch.equal(batch.row_mask, mask.bool())
         assert torch.equal(batch.input_ids[0][batch.row_index] * mask, ids)

@@ -81,5 +81,4 @@ def test_the_tokens_before_a_token_are_those_of_its_own_path(draw, is_whole, siz
 
 
 def test_what_shares_nothing_is_one_level():
-    pieces = Pieces.of(FlatLayout.from_segments(Segments.from_lengths([3, 5, 3])), 1.0)
-    assert len(pieces.levels) == 1
+    assert len(Pieces.of(FlatLayout.from_segments(Segments.from_lengths([3, 5, 3])), 1.0).levels) == 1

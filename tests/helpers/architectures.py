@@ -65,8 +65,7 @@ def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
         pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     if model_type == "recurrent_gemma" and is_older("5.23"):
         pytest.skip("the start-up check refuses RecurrentGemma: it takes no mask but its own")
-    default = AutoConfig.for_model(model_type)
-    return AutoConfig.for_model(model_type, **{**_shrunk(default), **overrides})
+    return AutoConfig.for_model(model_type, **{**_shrunk(AutoConfig.for_model(model_type)), **overrides})
 
 
 def tiny_model(model_type: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides) -> PreTrainedModel:

@@ -39,8 +39,7 @@ def padded_rows(rows: list[list[int]], labels: list[list[int]]) -> dict[str, tor
 def log_probs_and_gradients(model, **inputs):
     model.zero_grad()
     log_probs = model(**inputs, fused_lm_head=True, use_cache=False).log_probs
-    weights = torch.linspace(0.5, 1.5, log_probs.numel()).to(log_probs).view_as(log_probs)
-    (log_probs * weights).sum().backward()
+    (log_probs * torch.linspace(0.5, 1.5, log_probs.numel()).to(log_probs).view_as(log_probs)).sum().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return log_probs.detach(), gradients
 
@@ -64,8 +63,7 @@ def assert_equals_padded(model, route: Route, seed: int) -> None:
 def assert_same_gradients(expected_gradients, gradients) -> None:
     """Each parameter's gradient, relative to its largest entry or, where that is next to nothing, to the model's."""
     off = gradient_differences(expected_gradients, gradients, largest_of(expected_gradients))
-    wrong = {name: error for name, error in off.items() if error > TOLERANCE}
-    assert not wrong
+    assert not {name: error for name, error in off.items() if error > TOLERANCE}
 
 
 def assert_padding_on_the_left_changes_nothing(trainer) -> None:

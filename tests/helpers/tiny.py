@@ -57,8 +57,7 @@ def make_tokenizer(chat_template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFas
 def make_model(model_type: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **overrides):
     """A random model of a few layers."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(model_type, **{**SIZES, **overrides})
-    return AutoModelForCausalLM.from_config(config).to(dtype)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SIZES, **overrides})).to(dtype)
 
 
 def reward_model(model_type: str = "llama", **overrides: Any):

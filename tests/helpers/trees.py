@@ -13,8 +13,7 @@ def random_segments(seed: int, depth: int = 5) -> Segments:
     rng = np.random.default_rng(seed)
     lengths, parents, starts, depths = [], [], [], []
     for i in range(int(rng.integers(2, 9))):
-        possible = [-1, *(j for j in range(i) if depths[j] < depth)]
-        parent = int(rng.choice(possible))
+        parent = int(rng.choice([-1, *(j for j in range(i) if depths[j] < depth)]))
         end = 0 if parent == -1 else starts[parent] + lengths[parent]
         starts.append(0 if parent == -1 else int(rng.choice([1, end, rng.integers(1, end + 1)])))
         lengths.append(int(rng.choice(LENGTHS)))

@@ -96,8 +96,7 @@ def test_every_number_of_recomputed_layers_computes_the_same_of_generated_rows(d
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_number_of_recomputed_layers_computes_the_same_of_images(kind):
-    data = vision_pairs(8, SEED)
-    trainer = ready(with_images(kind, "dpo", data, lora=True))
+    trainer = ready(with_images(kind, "dpo", vision_pairs(8, SEED), lora=True))
     batch, layers = next(iter(trainer.get_train_dataloader())), trainer.flat.trained.recomputable
     assert len(layers) == {"llava": 3, "qwen2_5_vl": 4}[kind]  # LLaVA leaves out what the last of the tower gives
     expected = step(trainer, batch, 0)
@@ -149,16 +148,14 @@ def test_a_budget_changes_no_figure_of_heads(task, passes, hold_tokens):
 
 
 def test_slices_hold_whole_completions_where_small_ones_would_keep_more(folder):
-    trainer = budgeted("dpo", folder, preference_data(8, SEED))
-    plan = trainer.flat.planner
+    plan = budgeted("dpo", folder, preference_data(8, SEED)).flat.planner
     # 30 completions after a prompt: 400 keys stay of slices that cut no completion, those of nearly all of others
     prompt = [5] * 400
     rows = [prompt + [6 + i] * 200 for i in range(30)]
     batch = FlatBatch.from_rows(rows, rows)
     plan.needs = byte_per_token(LAYERS, recomputed=1, of_keys=1)
     least = plan.least_bytes(batch)
-    smallest = plan._cut(batch, 8).peak
-    assert least < LAYERS * 250 + 2 * 400 < smallest
+    assert least < LAYERS * 250 + 2 * 400 < plan._cut(batch, 8).peak
     for plan.budget in (least, 2 * least):
         decision = plan.own_schedule(batch)
         assert decision.cuts

@@ -136,8 +136,7 @@ def test_parts_with_and_without_images_follow_padded_trl(kind, loss_type, passes
     ("version", "offloads", "expected"), [(1, False, True), (1, True, False), (2, False, True), (2, True, True)]
 )
 def test_parts_are_added_up_in_shards_but_where_fsdp1_offloads_them(version, offloads, expected):
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, cpu_offload=offloads)
-    state = SimpleNamespace(fsdp_plugin=plugin)
+    state = SimpleNamespace(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=version, cpu_offload=offloads))
     assert adds_up_shards(SimpleNamespace(distributed_type=DistributedType.FSDP, state=state)) is expected
     assert not adds_up_shards(SimpleNamespace(distributed_type=DistributedType.MULTI_GPU, state=state))
 

@@ -189,8 +189,7 @@ def test_what_comes_to_hold_memory_in_training_corrects_no_prediction_and_is_sav
 
     memory = made(held=1500)
     for _ in range(CORRECTED):
-        scheduled = replace(batch, schedule=Schedule(peak=memory.needs.fixed + 100))
-        memory.current = Pass(scheduled, held=1500)
+        memory.current = Pass(replace(batch, schedule=Schedule(peak=memory.needs.fixed + 100)), held=1500)
         memory.finish(has_stepped=True)
         assert (memory.needs.fixed, memory.needs.correction) == (1500, 1)
     memory.save(tmp_path, 0)

@@ -70,8 +70,7 @@ SinkAttention.__module__ = modeling_gpt_oss.__name__
 def random_segments(seed):
     """A tree of rows of two tokens' alphabet: prefixes within prefixes, rows that are prefixes of others."""
     rng = np.random.default_rng(seed)
-    rows = [rng.integers(0, 2, rng.integers(1, 14)) for _ in range(6)]
-    return share_prefixes(rows)[0]
+    return share_prefixes([rng.integers(0, 2, rng.integers(1, 14)) for _ in range(6)])[0]
 
 
 SEGMENTS = {
@@ -365,8 +364,7 @@ def test_calls_without_a_layout_go_to_the_previous_implementation():
     name = register_attention("sdpa", "segment")
     inputs = [x.detach() for x in states(SEGMENTS["flat"])]
     ours = AttentionInterface()[name](Attention(1), *inputs, None, scaling=0.3)[0]
-    theirs = AttentionInterface()["sdpa"](Attention(1), *inputs, None, scaling=0.3)[0]
-    assert torch.equal(ours, theirs)
+    assert torch.equal(ours, AttentionInterface()["sdpa"](Attention(1), *inputs, None, scaling=0.3)[0])
     assert AttentionMaskInterface()[name] is AttentionMaskInterface()["sdpa"]
     AttentionInterface.register("without masks", AttentionInterface()["sdpa"])
     assert register_attention("without masks", "segment") not in AttentionMaskInterface()

@@ -197,8 +197,7 @@ def test_a_second_trainer_and_mixed_precision_find_the_route():
     assert FlatModel.of(model) is None
     FlatModel.install(model, choose_route(model))
     assert FlatModel.of(model).route == Route("segment", "sdpa", prefix_sharing=True)
-    sibling = type(model)(model.config)
-    assert choose_route(sibling) == Route("segment", "sdpa", prefix_sharing=True)
+    assert choose_route(type(model)(model.config)) == Route("segment", "sdpa", prefix_sharing=True)
 
 
 def test_neftune_noise_has_the_size_of_rows():

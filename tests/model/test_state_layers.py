@@ -130,8 +130,7 @@ def test_layer_along_a_random_tree_equals_itself_on_each_path(model_type, draw, 
         return {name: x for name, x in named if x is not None}
 
     def path_by_path(given):
-        outputs = [layer(given[:, segments.path(i)])[:, -n:] for i, n in enumerate(segments.lengths)]
-        return torch.cat(outputs, 1)
+        return torch.cat([layer(given[:, segments.path(i)])[:, -n:] for i, n in enumerate(segments.lengths)], 1)
 
     expected = differentiated(path_by_path)
     with reference_state_kernels(model) if kernels else nullcontext():
@@ -335,8 +334,7 @@ def test_the_mask_of_a_layer_with_a_state_passes_transformers_own_rules():
 
     layout = FlatLayout.from_segments(Segments.from_lengths([3, 2]))
     mask = FlatMask.carrying(layout, per_token=True)
-    kept = create_recurrent_attention_mask(SimpleNamespace(), torch.zeros(1, 5, 8), mask)
-    assert kept.context.layout is layout
+    assert create_recurrent_attention_mask(SimpleNamespace(), torch.zeros(1, 5, 8), mask).context.layout is layout
 
 
 @pytest.mark.parametrize(("model_type", "has_chunks"), [("qwen3_5_text", True), ("kimi_linear", True), ("lfm2", False)])
@@ -366,8 +364,7 @@ def of_trainer(task, model_type):
 def test_family_trains_like_padded_trl(model_type, task, data):
     options = {"eval_dataset": data(6, SEED + 1), "eval_strategy": "steps", "eval_steps": 2, **SHORT}
     ours = {"gradient_checkpointing": True}
-    make = partial(of_trainer, task, model_type)
-    _, flat = compare(task, make, data(12, SEED), ["shared"], ours=ours, **options)
+    _, flat = compare(task, partial(of_trainer, task, model_type), data(12, SEED), ["shared"], ours=ours, **options)
     assert flat.trainer.flat.route.states == "tree"
     assert not flat.trainer.total_counts().repeated
     assert not any("flat/repeated_by_state_layers" in entry for entry in flat.log_history)

@@ -19,8 +19,7 @@ LAYERS = 3
 @pytest.fixture(scope="module")
 def data():
     """Prompts of very different lengths; those of a pair have one prompt, and meet or not as TRL shuffles them."""
-    rows = prompts(8, SEED)
-    return rows.select([i for i in range(8) for _ in range(2)])
+    return prompts(8, SEED).select([i for i in range(8) for _ in range(2)])
 
 
 def plain(teacher=None, **overrides):
@@ -36,8 +35,7 @@ def test_a_teacher_that_cannot_share_keeps_the_student_from_it(data):
         return plain(make_model("mpt", max_seq_len=4096, d_model=32, n_heads=4, n_layers=2, seed=1))
 
     compare("distillation", make, data, ("flat",))
-    trained = run("distillation", "ours", **make(), train_dataset=data)
-    assert not trained.trainer.flat.route.prefix_sharing
+    assert not run("distillation", "ours", **make(), train_dataset=data).trainer.flat.route.prefix_sharing
 
 
 def test_tokens_that_rows_share_count_once_for_each(data):
@@ -111,8 +109,7 @@ def test_every_number_of_recomputed_layers_computes_the_same_and_keeps_what_was_
     data, make, number, monkeypatch
 ):
     def of_layers():
-        arguments = make()
-        return {**arguments, "model": make_model(num_hidden_layers=LAYERS)}
+        return {**make(), "model": make_model(num_hidden_layers=LAYERS)}
 
     monkeypatch.setattr(MemoryNeeds, "fewest_recomputed", lambda *_: (number, 0))
     expected = run("distillation", "shared", **of_layers(), train_dataset=data, beta=0.5)

@@ -120,8 +120,7 @@ def test_training_that_is_compiled_to_machine_code_is_the_same():
 def test_activations_that_are_moved_away_and_back_train_the_same(task):
     """By TRL's own code."""
     with offloading_on_cpu(task) as moved:
-        options = {"steps": 2, "ours": {"activation_offloading": True}}
-        compare(task, lambda: arguments(task), DATA[task](8, SEED), **options)
+        compare(task, lambda: arguments(task), DATA[task](8, SEED), steps=2, ours={"activation_offloading": True})
     assert sum(moved)
 
 

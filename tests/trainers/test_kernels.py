@@ -28,8 +28,7 @@ SIZES = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1
 def generate(model, input_ids, **kwargs):
     """Completions that do not depend on how the model rounds."""
     draws = torch.Generator().manual_seed(int(input_ids.sum()))
-    drawn = torch.randint(9, 69, (len(input_ids), 8), generator=draws)
-    return torch.cat([input_ids, drawn.to(input_ids.device)], 1)
+    return torch.cat([input_ids, torch.randint(9, 69, (len(input_ids), 8), generator=draws).to(input_ids.device)], 1)
 
 
 def train(task, layout, attention="sdpa", **options):

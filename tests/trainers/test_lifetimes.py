@@ -59,8 +59,7 @@ class Watched(PaddingFreeDPOTrainer):
     part_sizes = PaddingFreeDPOTrainer.part_sizes
 
     def _compute_loss(self, model, inputs, return_outputs=False):
-        longest = inputs["completion_mask"].sum(1).max()
-        self._metrics["train"]["longest"].append(float(longest))
+        self._metrics["train"]["longest"].append(float(inputs["completion_mask"].sum(1).max()))
         return super()._compute_loss(model, inputs, return_outputs)
 
 

@@ -62,6 +62,5 @@ def test_instruction_data(model_of, name, per_turn):
         dataset = split_turns(dataset)
         options["train_sampling_strategy"] = "sequential"
     model = model_of(dataset)
-    ours = compare("sft", lambda: {"model": model}, dataset, **options).ours
-    counts = ours.trainer.total_counts()
+    counts = compare("sft", lambda: {"model": model}, dataset, **options).ours.trainer.total_counts()
     assert counts.distinct <= counts.computed <= counts.real

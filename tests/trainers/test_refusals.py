@@ -460,8 +460,7 @@ def test_odd_pairs_are_counted_and_train_as_in_trl(caplog):
     # Evaluated one by one, so that each is also a batch of its own
     options = {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 1}
     rows = ODD_ROWS + preference_data(7, SEED, conversational=False).to_list()
-    trainer = compared(rows, caplog, eval_dataset=Dataset.from_list(ODD_ROWS), **options)
-    assert len(trainer.train_dataset) == len(rows)
+    assert len(compared(rows, caplog, eval_dataset=Dataset.from_list(ODD_ROWS), **options).train_dataset) == len(rows)
     # `preference_data` has one identical pair of its own
     counted = "2 with an empty prompt, 3 with an empty completion, 3 with identical chosen and rejected, of 12 pairs"
     assert f"The train data: {counted}" in caplog.text
@@ -529,8 +528,7 @@ def test_trl_does_not_warn_of_what_is_not_so(caplog, recwarn):
 def test_without_padding_free_nothing_is_refused_or_counted(caplog):
     with caplog.at_level(logging.WARNING):
         trainer = build(train_dataset=Dataset.from_list(ODD_ROWS), peft_config=PROMPT_TUNING, padding_free=False)
-    said = [record.getMessage() for record in caplog.records if record.name.startswith("trl_paddingfree")]
-    assert said == []
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("trl_paddingfree")] == []
     assert torch.is_tensor(next(iter(trainer.get_train_dataloader()))["input_ids"])
 
 

@@ -53,8 +53,7 @@ def test_a_reward_is_read_within_its_row_whatever_pads_it(end):
     FlatModel.install(model, choose_route(model))
     batch = FlatBatch.from_rows([[5, 6, 7, 4], [8, end]], [[-100] * 4, [-100] * 2])
     for padding in (0, 3):
-        input_ids = torch.tensor([[5, 6, 7, 4], [8, end, padding, padding]])
-        rewards = model(input_ids=input_ids, flat_batch=batch).logits
+        rewards = model(input_ids=torch.tensor([[5, 6, 7, 4], [8, end, padding, padding]]), flat_batch=batch).logits
         torch.testing.assert_close(rewards[1:], alone)
 
 
@@ -79,7 +78,6 @@ def test_a_saved_reward_model_gives_the_same_rewards(data, tmp_path):
 
 def test_identical_sequences_have_one_reward():
     pairs = preference_data(3, SEED).select([2, 2, 2, 2])
-    trained = run("reward", "shared", **plain(), train_dataset=pairs, steps=1)
-    figures = trained.log_history[0]
+    figures = run("reward", "shared", **plain(), train_dataset=pairs, steps=1).log_history[0]
     assert (figures["margin"], figures["accuracy"]) == (0, 0)
     assert figures["loss"] == pytest.approx(0.6931, abs=1e-4)

@@ -159,8 +159,7 @@ def test_a_packed_document_does_not_move_when_its_neighbour_changes(attention):
     flat_model(model)
     collator = LanguageModelingCollator(pad_token_id=0, padding_free=True)
     for neighbour in ([10, 11, 12], [20, 21, 22]):
-        tokens = [*neighbour, 5, 6, 7, 8, 9, *neighbour]
-        batch = collator([{"input_ids": tokens, "seq_lengths": [3, 5, 3]}])
+        batch = collator([{"input_ids": [*neighbour, 5, 6, 7, 8, 9, *neighbour], "seq_lengths": [3, 5, 3]}])
         with torch.no_grad():
             outputs.append(model(**batch, fused_lm_head=True).log_probs)
     assert torch.equal(outputs[0][1], outputs[1][1])

@@ -340,8 +340,7 @@ def test_statistics_over_all_images_are_refused():
 
 def test_positions_that_are_counted_by_something_unknown_are_refused():
     model, processor = make_vision("llava", seed=SEED)
-    rules = replace(vision_rules(model), patches=4)
-    collator = VisionPreferenceCollator(processor, padding_free=True, rules=rules)
+    collator = VisionPreferenceCollator(processor, padding_free=True, rules=replace(vision_rules(model), patches=4))
     with pytest.raises(ValueError, match="The model counts positions of image tokens by what this package does not"):
         collator([row for row in vision_pairs(8, SEED) if row["images"]])
 
