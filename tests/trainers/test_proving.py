@@ -1,6 +1,5 @@
 """The start-up check as trainers run it."""
 
-import logging
 import re
 
 import pytest
@@ -32,7 +31,7 @@ def prove_all(*models, **options):
 
 
 def test_sharing_turns_off_with_one_line_where_positions_are_all_a_model_reads(caplog):
-    with reference_flash(), caplog.at_level(logging.WARNING):
+    with reference_flash():
         prove_all(tiny_model("falcon", attn_implementation="flash_attention_2"), prefix_sharing=False)
         assert "trains without shared prefixes" not in caplog.text  # for which nobody asked
         route = prove_all(tiny_model("falcon", attn_implementation="flash_attention_2"))
@@ -71,8 +70,7 @@ NOT_COMPARED = {
 def proven(model, caplog, beside=()):
     """The line in the log of a check in which `model` is trained, and others are not."""
     models = [model, *beside]
-    with caplog.at_level(logging.WARNING):
-        start_up_check(models).install(models)
+    start_up_check(models).install(models)
     return next(record.message for record in caplog.records if record.message.startswith("Padding-free"))
 
 
@@ -97,8 +95,7 @@ def test_what_was_not_compared_stands_in_the_log_with_the_reason(case, caplog, m
 
 def test_that_gradients_were_compared_without_images_stands_in_the_log(caplog):
     given = arguments("dpo", False, *make_vision("gemma3"), make=lambda seed: make_vision("gemma3")[0])
-    with caplog.at_level(logging.WARNING):
-        make_trainer("dpo", "ours", **given, train_dataset=vision_pairs(4, 0), max_length=None)
+    make_trainer("dpo", "ours", **given, train_dataset=vision_pairs(4, 0), max_length=None)
     (line,) = (record.message for record in caplog.records if record.message.startswith("Padding-free"))
     assert "gradients were compared on text, not with images" in line
 

@@ -1,7 +1,6 @@
 """Bad input stops before anything is computed and says what to change, or is counted and said."""
 
 import inspect
-import logging
 import re
 import sys
 from contextlib import nullcontext
@@ -414,8 +413,7 @@ EXTRA = {
 @pytest.mark.parametrize("task", EXTRA)
 def test_columns_that_nobody_reads_are_named_in_one_line(task, caplog):
     row, listed = EXTRA[task]
-    with caplog.at_level(logging.WARNING):
-        build(task, train_dataset=Dataset.from_list([row] * 8))
+    build(task, train_dataset=Dataset.from_list([row] * 8))
     said = [message for message in caplog.messages if "does not read" in message]
     assert len(said) == (listed is not None)
     for line in said:
@@ -428,22 +426,19 @@ class OwnRows(LanguageModelingCollator):
 
 def test_columns_are_not_called_unread_where_a_function_or_a_collator_may_read_them(caplog):
     data = Dataset.from_list([{"question": "q", "answer": "a"}] * 8)
-    with caplog.at_level(logging.WARNING):
-        build("sft", train_dataset=data, formatting_func=lambda row: row["question"])
-        data = conversations(8, SEED).add_column("id", [*range(8)])
-        build("sft", train_dataset=data, data_collator=OwnRows(pad_token_id=0))
+    build("sft", train_dataset=data, formatting_func=lambda row: row["question"])
+    data = conversations(8, SEED).add_column("id", [*range(8)])
+    build("sft", train_dataset=data, data_collator=OwnRows(pad_token_id=0))
     assert "does not read" not in caplog.text
 
 
 def test_the_precision_of_the_launcher_is_named_where_the_configuration_has_another(monkeypatch, caplog):
-    with caplog.at_level(logging.WARNING):
-        build("sft")
+    build("sft")
     assert "mixed_precision" not in caplog.text
     AcceleratorState._reset_state(reset_partial_state=True)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as `accelerate launch` hands it on
     try:
-        with caplog.at_level(logging.WARNING):
-            assert build("sft").accelerator.mixed_precision == "bf16"
+        assert build("sft").accelerator.mixed_precision == "bf16"
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
     (said,) = (message for message in caplog.messages if "mixed_precision='bf16'" in message)
@@ -452,8 +447,7 @@ def test_the_precision_of_the_launcher_is_named_where_the_configuration_has_anot
 
 def compared(rows, caplog, **options):
     """A run of padded TRL, as ours of the same pairs logs what is odd about them."""
-    with caplog.at_level(logging.WARNING):
-        return compare("dpo", lambda: arguments("dpo"), Dataset.from_list(rows), **options).padded.trainer
+    return compare("dpo", lambda: arguments("dpo"), Dataset.from_list(rows), **options).padded.trainer
 
 
 def test_odd_pairs_are_counted_and_train_as_in_trl(caplog):
@@ -508,15 +502,13 @@ def test_pairs_without_a_completion_left_are_dropped_as_in_trl_and_counted(caplo
     ],
 )
 def test_batches_of_one_row_are_warned_about(caplog, task, options, warned):
-    with caplog.at_level(logging.WARNING):
-        build(task, **{"per_device_train_batch_size": 1, **options})
+    build(task, **{"per_device_train_batch_size": 1, **options})
     assert ("next to nothing to gain" in caplog.text) == warned
 
 
 def test_trl_does_not_warn_of_what_is_not_so(caplog, recwarn):
-    with caplog.at_level(logging.WARNING):
-        trainer = build(config_class=DPOConfig, padding_free=True, steps=1)
-        trainer.train()
+    trainer = build(config_class=DPOConfig, padding_free=True, steps=1)
+    trainer.train()
     messages = [*caplog.messages, *(str(warning.message) for warning in recwarn)]
     assert not [m for m in messages if "temporarily unavailable" in m or "padding_free=False" in m]
     assert [m for m in caplog.messages if m.startswith("Padding-free, ")]
@@ -526,8 +518,7 @@ def test_trl_does_not_warn_of_what_is_not_so(caplog, recwarn):
 
 
 def test_without_padding_free_nothing_is_refused_or_counted(caplog):
-    with caplog.at_level(logging.WARNING):
-        trainer = build(train_dataset=Dataset.from_list(ODD_ROWS), peft_config=PROMPT_TUNING, padding_free=False)
+    trainer = build(train_dataset=Dataset.from_list(ODD_ROWS), peft_config=PROMPT_TUNING, padding_free=False)
     assert [record.getMessage() for record in caplog.records if record.name.startswith("trl_paddingfree")] == []
     assert torch.is_tensor(next(iter(trainer.get_train_dataloader()))["input_ids"])
 
@@ -547,8 +538,7 @@ def test_without_padding_free_nothing_is_refused_or_counted(caplog):
 )
 def test_dropout_that_cannot_be_disabled_is_said(model_type, config, disable, warned, caplog):
     model = tiny_model(model_type, **config).train()
-    with caplog.at_level(logging.WARNING):
-        build(model=model, disable_dropout=disable)
+    build(model=model, disable_dropout=disable)
     assert ("draws dropout by a function" in caplog.text) == (warned is not None)
     assert warned is None or warned in caplog.text
     if disable:

@@ -1,7 +1,5 @@
 """SFT: padded TRL beside ours, on the same data, from the same weights."""
 
-import logging
-
 import pytest
 import torch
 from datasets import Dataset
@@ -168,10 +166,7 @@ def test_a_packed_document_does_not_move_when_its_neighbour_changes(attention):
 
 def test_truncated_away_examples_are_dropped_and_counted(model_dir, caplog):
     rows = [{"prompt": "w1 " * 30, "completion": " w2"}, *prompt_completions(8, SEED)]
-    with caplog.at_level(logging.WARNING):
-        ours = run(
-            "sft", "ours", model=model_dir, train_dataset=Dataset.from_list(rows), steps=1, max_length=MAX_LENGTH
-        )
+    ours = run("sft", "ours", model=model_dir, train_dataset=Dataset.from_list(rows), steps=1, max_length=MAX_LENGTH)
     dropped = len(rows) - len(ours.trainer.train_dataset)
     assert dropped >= 1
     assert f"dropped {dropped} of {len(rows)} examples" in caplog.text
