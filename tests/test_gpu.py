@@ -12,7 +12,7 @@ from trl.trainer.utils import add_fused_lm_head
 from scripts.benchmark.baseline import baseline_attention
 from scripts.benchmark.measure import count_syncs
 from tests.helpers.flat_and_padded import log_probs_and_gradients, padded_rows
-from tests.helpers.tiny import make_model, preference_data
+from tests.helpers.tiny import SHARING, make_model, preference_data
 from tests.runs import run
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.model import attention
@@ -85,7 +85,7 @@ def test_the_gpu_is_used_by_its_own_kernel():
     assert choose_route(make_models()[2]).backend == "varlen"
 
 
-@pytest.mark.parametrize("prefix_sharing", [False, True])
+@SHARING
 @pytest.mark.parametrize("name", MODELS)
 def test_kernels_are_as_close_to_float32_as_padded_bfloat16(name, prefix_sharing):
     """Log-probabilities and gradients of bfloat16: flat is as near to float32 as padded, within the budget."""
@@ -122,7 +122,7 @@ def sync_is_an_error():
     torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("prefix_sharing", [False, True])
+@SHARING
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_host_never_waits_inside_the_flat_model(sync_is_an_error, prefix_sharing, checkpointing):
     model, batch = make_models()[2], make_batch(SEEDS[0], prefix_sharing)[1]
@@ -163,7 +163,7 @@ def test_sync_counting_counts():
     assert count() == 2
 
 
-@pytest.mark.parametrize("prefix_sharing", [False, True])
+@SHARING
 def test_gradients_are_the_same_bit_for_bit_where_determinism_is_asked_for(prefix_sharing):
     model, batch = make_models()[2], make_batch(SEEDS[0], prefix_sharing)[1]
     weights = torch.randn(batch.input_ids.size(1), SIZES["hidden_size"], device="cuda", dtype=torch.bfloat16)

@@ -8,11 +8,10 @@ import torch
 
 from tests.anywhere.test_planted import leaky, placed, when
 from tests.helpers.architectures import tiny_model
-from tests.helpers.tiny import make_model, reward_model
+from tests.helpers.tiny import DTYPES, make_model, reward_model
 from trl_paddingfree import check_packed, padding_free
 from trl_paddingfree.cli.main import main
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 # By `position_ids` alone, layers with a state see other rows, and so does attention whose masks do not ask for them
 LEAKING = ("bamba", "lfm2", "qwen3_next", "qwen3_5_text", "falcon_h1", "gpt_oss", "opt")
 EXACT = ("llama", "mistral", "gemma3_text", "mixtral", "qwen3_moe", "gpt2")

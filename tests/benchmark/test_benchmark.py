@@ -239,7 +239,7 @@ def test_unpadded_attention_is_attention_under_the_mask(window):
     mask = torch.arange(7) < torch.tensor([7, 2, 5])[:, None]
     rows = [x.transpose(1, 2)[mask].transpose(0, 1)[None] for x in states]
     lengths = {"cu_seq_lens_q": torch.tensor([0, 7, 9, 14], dtype=torch.int32), "max_length_q": 7}
-    with varlen_on("cpu"):
+    with varlen_on():
         output, _ = baseline.unpadded_varlen(None, *states, mask, sliding_window=window)
         flat, _ = baseline.unpadded_varlen(None, *rows, None, sliding_window=window, **lengths)
     allowed = mask[:, None, None] & torch.ones(7, 7, dtype=torch.bool).tril().triu(1 - (window or 7))

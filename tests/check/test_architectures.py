@@ -12,7 +12,7 @@ from tests.helpers.architectures import is_older, proven, tiny_model
 from tests.helpers.flat_and_padded import assert_equals_padded
 from tests.helpers.pages import ROOT
 from tests.helpers.reference_flash import reference_flash, torch_varlen_func
-from tests.helpers.tiny import SEED, arguments, conversations, preference_data
+from tests.helpers.tiny import SEED, SHARING, arguments, conversations, preference_data
 from tests.runs import assert_same, run
 from trl_paddingfree.check.prove import UnprovenModelError
 from trl_paddingfree.model.routes import Route, choose_route
@@ -20,6 +20,10 @@ from trl_paddingfree.model.routes import Route, choose_route
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
 SLIDING = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
 
+PLAIN = (
+    "dbrx gemma qwen2_moe qwen3_moe olmo2 olmo3 gpt_oss deepseek_v3 glm4 glm4_moe cohere2 exaone4 granitemoe "
+    "llama4_text phimoe nemotron seed_oss apertus gpt_neox gpt2 opt"
+)
 # name: model type and options; rows are longer than the window where there is one
 MUST_WORK = {
     "llama2": ("llama", {"num_key_value_heads": 4}),
@@ -27,41 +31,21 @@ MUST_WORK = {
     "mistral": ("mistral", {"sliding_window": 8}),
     "mixtral": ("mixtral", {"sliding_window": 8}),
     "granite": ("granite", {"attention_multiplier": 0.3, "logits_scaling": 2.0, "residual_multiplier": 0.5}),
-    "dbrx": ("dbrx", {}),
     "falcon": ("falcon", {"new_decoder_architecture": True}),
     "falcon-multi-query": ("falcon", {"multi_query": True}),
-    "gemma": ("gemma", {}),
     "olmo": ("olmo", {"clip_qkv": 2.0}),
     "phi": ("phi", {"qk_layernorm": True}),
     "phi3": ("phi3", {"sliding_window": 8}),
     "qwen2": ("qwen2", SLIDING),
-    "qwen2_moe": ("qwen2_moe", {}),
     "stablelm": ("stablelm", {"use_qkv_bias": True}),
     "starcoder2": ("starcoder2", {"sliding_window": 8}),
     "gemma2": ("gemma2", {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0}),
     "gemma3": ("gemma3_text", {}),
     "qwen3": ("qwen3", SLIDING),
-    "qwen3_moe": ("qwen3_moe", {}),
-    "olmo2": ("olmo2", {}),
-    "olmo3": ("olmo3", {}),
-    "gpt_oss": ("gpt_oss", {}),
-    "deepseek_v3": ("deepseek_v3", {}),
-    "glm4": ("glm4", {}),
-    "glm4_moe": ("glm4_moe", {}),
     "cohere": ("cohere", {"use_qk_norm": True}),
-    "cohere2": ("cohere2", {}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
-    "exaone4": ("exaone4", {}),
-    "granitemoe": ("granitemoe", {}),
-    "llama4_text": ("llama4_text", {}),
-    "phimoe": ("phimoe", {}),
-    "nemotron": ("nemotron", {}),
-    "seed_oss": ("seed_oss", {}),
-    "apertus": ("apertus", {}),
-    "gpt_neox": ("gpt_neox", {}),
-    "gpt2": ("gpt2", {}),
-    "opt": ("opt", {}),
     "persimmon": ("persimmon", {"qk_layernorm": True}),
+    **{name: (name, {}) for name in PLAIN.split()},
 }
 EAGER_ONLY = ["gemma2", "gpt_oss"]
 
@@ -83,7 +67,7 @@ def test_attention_that_sdpa_cannot_compute_is_not_loaded_with_it(name):
 
 
 @pytest.mark.drawn(70)
-@pytest.mark.parametrize("prefix_sharing", [False, True], ids=["flat", "shared"])
+@SHARING
 @pytest.mark.parametrize(
     ("name", "attention"),
     [(name, kind) for name in MUST_WORK for kind in ("sdpa", "eager") if kind == "eager" or name not in EAGER_ONLY],
@@ -98,7 +82,7 @@ def test_architecture_equals_padded(name, attention, prefix_sharing):
 
 
 @pytest.mark.drawn(30)
-@pytest.mark.parametrize("prefix_sharing", [False, True], ids=["flat", "shared"])
+@SHARING
 @pytest.mark.parametrize("name", [name for name in MUST_WORK if name != "llama4_text"])
 def test_architecture_equals_padded_with_flash_attention(name, prefix_sharing):
     with reference_flash():

@@ -14,9 +14,9 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.check.test_mutations import leak as mixed
-from tests.check.test_prove import DTYPES, SEGMENT, make
+from tests.check.test_prove import SEGMENT, make
 from tests.helpers.architectures import MODEL_TYPES, NOT_BUILT, proven
-from tests.helpers.tiny import SEED, make_model
+from tests.helpers.tiny import DTYPES, SEED, SHARING, make_model
 from trl_paddingfree.check import training
 from trl_paddingfree.check.gradients import RowsInTraining, check_gradients
 from trl_paddingfree.check.probe import rounding_unit
@@ -63,7 +63,7 @@ def altered(kind, **options):
 
 
 @DTYPES
-@pytest.mark.parametrize("prefix_sharing", [False, True], ids=["flat", "shared"])
+@SHARING
 @pytest.mark.parametrize("kind", ALTERED)
 def test_a_model_that_leaks_only_as_it_trains_is_refused_with_the_rows(kind, prefix_sharing, dtype):
     model = altered(kind, dtype=dtype)
@@ -75,7 +75,7 @@ def test_a_model_that_leaks_only_as_it_trains_is_refused_with_the_rows(kind, pre
 def forgetful(tokens):
     """Attention of segments that forget the first tokens of what they continue, if that is far away."""
 
-    def attend(layout, previous, module, query, key, value, **kwargs):
+    def attend(layout, *args, **kwargs):
         segments = layout.segments
         if segments.num_tokens > 200:
             for i, start in enumerate(segments.starts):
@@ -86,7 +86,7 @@ def forgetful(tokens):
                     vars(layout).setdefault("_derived", {})[
                         "_segment_mask", ((start, segments.lengths[i]),), None, None, None
                     ] = far[None, None]
-        return attention.segment_attention(layout, previous, module, query, key, value, **kwargs)
+        return attention.segment_attention(layout, *args, **kwargs)
 
     return attend
 
@@ -120,10 +120,10 @@ def test_long_rows_of_a_model_that_does_not_train_are_compared_without_gradients
 
 
 def test_wrong_numbers_are_caught_where_the_right_tokens_carry_gradient(monkeypatch):
-    def scaled(layout, previous, module, query, key, value, **kwargs):
+    def scaled(layout, previous, module, query, *states, **kwargs):
         if layout.segments.num_tokens > 200:
             query = query * 1.01
-        return attention.segment_attention(layout, previous, module, query, key, value, **kwargs)
+        return attention.segment_attention(layout, previous, module, query, *states, **kwargs)
 
     model = make(max_position_embeddings=8192)
     monkeypatch.setitem(attention.ATTENTION, "segment", scaled)

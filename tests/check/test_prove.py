@@ -17,7 +17,7 @@ from trl.trainer.utils import add_fused_lm_head
 from tests.helpers.architectures import proven, tiny_config, tiny_model
 from tests.helpers.reference_flash import flash_attn_varlen_func, reference_flash
 from tests.helpers.reference_state import reference_state_kernels
-from tests.helpers.tiny import SEED, lora
+from tests.helpers.tiny import DTYPES, SEED, SHARING, lora
 from trl_paddingfree.check.probe import LEAK_FRACTION, RowsAlone
 from trl_paddingfree.check.prove import UnprovenModelError, check_flat, prove
 from trl_paddingfree.flat.batch import FlatBatch
@@ -29,7 +29,6 @@ SEGMENT, MASK = Route("segment", "sdpa", prefix_sharing=True), Route("mask", "sd
 # What transformers knows of sequences without us: position ids that restart, and no mask
 POSITIONS = Route("positions", "sdpa", prefix_sharing=False)
 FLASH_POSITIONS = Route("positions", "flash_attention_2", prefix_sharing=False)
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
 def make(model_type="llama", attention="sdpa", seed=SEED, **options):
@@ -119,7 +118,7 @@ def test_swallowed_keyword_arguments_do_not_lose_the_layout(model_type):
     assert not any(seen)
 
 
-@pytest.mark.parametrize("prefix_sharing", [False, True], ids=["flat", "shared"])
+@SHARING
 def test_a_kernel_that_ignores_boundaries_is_caught(prefix_sharing):
     def one_run(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False):
         whole_q, whole_k = (torch.tensor([0, len(x)], dtype=torch.int32) for x in (q, k))

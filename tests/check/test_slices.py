@@ -5,9 +5,8 @@ import torch
 from peft import get_peft_model
 from trl.trainer.utils import add_fused_lm_head
 
-from tests.check.test_prove import DTYPES
 from tests.helpers.architectures import tiny_model
-from tests.helpers.tiny import SEED, lora, make_model, reward_model
+from tests.helpers.tiny import DTYPES, SEED, lora, make_model, reward_model
 from trl_paddingfree.check.slices import check_slices
 from trl_paddingfree.model import slices
 from trl_paddingfree.model.flat_model import FlatModel

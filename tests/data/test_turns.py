@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
 from tests.helpers.thinking import TAG, TEMPLATE, thinking_conversations
-from tests.helpers.tiny import SEED, arguments, conversations, make_tokenizer
+from tests.helpers.tiny import SEED, SHARING, arguments, conversations, make_tokenizer
 from tests.runs import TOLERANCE, assert_same, compare, make_trainer, run
 from trl_paddingfree import split_turns
 from trl_paddingfree.data.load import refuse_missing
@@ -197,7 +197,7 @@ def test_turns_with_thinking_train_as_with_padding():
 
 
 @pytest.mark.parametrize("max_length", [None, 24])
-@pytest.mark.parametrize("prefix_sharing", [False, True], ids=["flat", "shared"])
+@SHARING
 def test_turns_train_as_whole_conversations_under_assistant_only_loss(model_dir, prefix_sharing, max_length):
     """
     Equal where both are right: the template writes an earlier turn as the last one, the marks of generation end where

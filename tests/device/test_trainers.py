@@ -16,7 +16,7 @@ from tests.helpers.float64 import float64_throughout
 from tests.helpers.memory import most_slices
 from tests.helpers.random_draws import draw
 from tests.helpers.reference_flash import half_flash_func, reference_flash, varlen_on
-from tests.helpers.tiny import DATA, arguments, conversations, lora, make_model
+from tests.helpers.tiny import ATTENTIONS, DATA, arguments, conversations, lora, make_model
 from tests.helpers.vision import (
     needs_torchvision,
     on_images,
@@ -50,7 +50,7 @@ def test_a_trainer_computes_what_it_computes_on_the_cpu(task, adapters):
 
 
 @pytest.mark.parametrize("backend", ["segment", "mask"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@ATTENTIONS
 def test_every_route(backend, attention):
     def make():
         return arguments("dpo", model=make_model(attn_implementation=attention))

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.helpers.tiny import SEED
+from tests.helpers.tiny import SEED, SHARING
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.flat.counts import TokenCounts
 
@@ -21,7 +21,7 @@ def random_batches(**options):
         yield rows, FlatBatch.from_rows(rows, rows, **options)
 
 
-@pytest.mark.parametrize("prefix_sharing", [False, True], ids=["flat", "shared"])
+@SHARING
 def test_the_first_token_of_a_sequence_is_never_a_target(prefix_sharing):
     """trl#4170, also fla#1217: a label at the boundary between two documents."""
     for rows, batch in random_batches(prefix_sharing=prefix_sharing):

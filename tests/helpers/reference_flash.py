@@ -6,9 +6,7 @@ around the kernel (which arguments they pass, and which they drop) is their own 
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 from unittest import mock
 
 import torch
@@ -21,7 +19,7 @@ from transformers.models.gptj import modeling_gptj
 from trl_paddingfree.model import attention
 
 
-def check_arguments(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> list[tuple[slice, slice]]:
+def check_arguments(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
     """The queries and the keys of each segment, once the kernels' own checks of states and boundaries have passed."""
     for states in (q, k, v):
         assert states.ndim == 3, f"the kernels read states of shape (tokens, heads, size), not {tuple(states.shape)}"
@@ -42,7 +40,7 @@ def check_arguments(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqle
     return list(zip(*runs, strict=True))
 
 
-def check_call(q: torch.Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any) -> None:
+def check_call(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
     """What kernels are compiled for, and arguments that no host waits for."""
     assert q.dtype in (torch.float16, torch.bfloat16), f"the kernels have no {q.dtype}"
     assert q.size(-1) <= 256, f"the kernels have no heads of {q.size(-1)}"
@@ -53,21 +51,21 @@ def check_call(q: torch.Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen
 
 
 def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    deterministic: bool = False,
-    s_aux: torch.Tensor | None = None,
-) -> torch.Tensor:
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    deterministic=False,
+    s_aux=None,
+):
     """
     Attention of `(T, H, D)` queries over `(S, K, D)` keys, segment by segment, aligned to the bottom right.
 
@@ -82,31 +80,31 @@ def flash_attn_varlen_func(
 
 
 @functools.wraps(flash_attn_varlen_func)  # transformers looks at the kernel's signature
-def half_flash_func(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def half_flash_func(q, *args, **kwargs):
     """The same, of what the kernels take and no more."""
     check_call(q, *(kwargs[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")))
     return flash_attn_varlen_func(q, *args, **kwargs)
 
 
 def torch_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-) -> torch.Tensor:
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+):
     """The kernel that ships in PyTorch under flash-attn's arguments, for tests on a GPU."""
     assert causal
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return attention.torch_varlen()(q, k, v, *lengths, softmax_scale, window_size[0] + 1 or None)[0]
 
 
-def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs) -> torch.Tensor:
+def flash_attn_func(q, k, v, **kwargs):
     """The same of `(B, L, H, D)` queries, each row a segment."""
     rows, length_q, length_k = len(q), q.size(1), k.size(1)
     if "learnable_sink" in kwargs:  # so the fourth version calls it
@@ -180,7 +178,7 @@ def _window(windows):
 
 
 @contextmanager
-def varlen_on(device_type: str = "cpu") -> Iterator[list[inspect.BoundArguments]]:
+def varlen_on(device_type="cpu"):
     """
     Within this context, devices of a type have PyTorch's varlen kernel, and nothing else has.
 
@@ -216,7 +214,7 @@ def _register(implementation):
 
 
 @contextmanager
-def reference_flash(kernel: Callable = flash_attn_varlen_func) -> Iterator[None]:
+def reference_flash(kernel=flash_attn_varlen_func):
     """Within this context, models load with `attn_implementation="flash_attention_2"`, and `kernel` is the kernel."""
     utils = modeling_flash_attention_utils
 

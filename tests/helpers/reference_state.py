@@ -4,12 +4,10 @@ segment."""
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import torch
-from transformers import PreTrainedModel
 
 from trl_paddingfree import upstream
 
@@ -22,7 +20,7 @@ _FUNCTIONS = {
 }
 
 
-def by_segment(function: Callable, dim: int) -> Callable:
+def by_segment(function, dim):
     """`function` of one row, called for each segment that `seq_idx` or `cu_seqlens` tell of."""
 
     @functools.wraps(function)
@@ -58,7 +56,7 @@ def by_segment(function: Callable, dim: int) -> Callable:
     return call
 
 
-def without_gradient_of_state(scan: Callable) -> Callable:
+def without_gradient_of_state(scan):
     """The first Mamba's `scan` as its kernel: no gradient goes through the state in which it ends."""
 
     @functools.wraps(scan)
@@ -70,7 +68,7 @@ def without_gradient_of_state(scan: Callable) -> Callable:
 
 
 @contextmanager
-def reference_state_kernels(model: PreTrainedModel) -> Iterator[None]:
+def reference_state_kernels(model):
     """Within this context, `model` has kernels that keep the segments of a flat row apart."""
     module = sys.modules[type(model.get_decoder()).__module__]
     with ExitStack() as patches:

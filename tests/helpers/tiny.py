@@ -6,12 +6,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 SEED = int(os.environ.get("TRL_PADDINGFREE_SEED", 0))  # of this run of the tests
+# What many tests run with
+ATTENTIONS = pytest.mark.parametrize("attention", ["sdpa", "eager"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+SHARING = pytest.mark.parametrize("prefix_sharing", [False, True], ids=["flat", "shared"])
 WORDS = [f"w{i}" for i in range(60)]
 # Weights are larger than usual, so that a wrong context shows in the loss
 SIZES = {

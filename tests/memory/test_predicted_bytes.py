@@ -14,7 +14,17 @@ from tests.helpers.architectures import is_older, tiny_model
 from tests.helpers.memory import BOLD, CAUTIOUS, KINDS, LAYERS, budgeted, byte_per_token, layered, ready, with_images
 from tests.helpers.reference_flash import varlen_on
 from tests.helpers.reference_state import reference_state_kernels
-from tests.helpers.tiny import DATA, SEED, conversations, following_rotary, lora, make_model, preference_data
+from tests.helpers.tiny import (
+    ATTENTIONS,
+    DATA,
+    DTYPES,
+    SEED,
+    conversations,
+    following_rotary,
+    lora,
+    make_model,
+    preference_data,
+)
 from tests.helpers.vision import vision_messages, vision_pairs
 from tests.runs import run
 from trl_paddingfree import FlatBatch
@@ -64,7 +74,7 @@ def assert_predicted(trainer, cautious=CAUTIOUS):
 def test_predicted_bytes_are_counted_ones(folder, task, options):
     data = preference_data(16, SEED) if task == "dpo" else conversations(16, SEED)
     kwargs = {"peft_config": lora()} if task == "dpo" else {}
-    with varlen_on("cpu"):
+    with varlen_on():
         trainer = budgeted(task, folder, data, **options, **kwargs)
         assert_predicted(trainer)
     assert bool(trainer.flat.planner.needs.per_feature.copied) == (options == VARLEN)
@@ -86,7 +96,7 @@ def test_predicted_bytes_of_towers(kind, task, lora):
 
 
 @pytest.mark.drawn(1)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@ATTENTIONS
 def test_predicted_bytes_of_experts(attention, tokenizer):
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     model = make_model("qwen3_moe", num_hidden_layers=LAYERS, **sizes)
@@ -127,7 +137,7 @@ def test_predicted_bytes_of_4_bit_weights(folder):
 
 
 @pytest.mark.drawn(1)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@DTYPES
 def test_the_lm_head_works_with_the_bytes_that_are_predicted(tokenizer, dtype):
     model, data = make_model(dtype=dtype, vocab_size=32768), conversations(8, SEED)
     trainer = budgeted("sft", model, data, processing_class=tokenizer)

@@ -141,7 +141,7 @@ def test_a_layer_keeps_15_percent_less_of_a_token(once, kilobytes):
     adapters.enable_input_require_grads()
     if once:
         cast_inputs_once(adapters, "cpu")
-    with varlen_on("cpu"), torch.autocast(**BF16):
+    with varlen_on(), torch.autocast(**BF16):
         kept = count_kept_bytes(model, route).kept
     sizes = memory_features(FlatBatch.from_rows([[1] * LENGTH], [[1] * LENGTH], prefix_sharing=False), route)
     sizes[0] = 0  # of any number of tokens

@@ -19,7 +19,7 @@ from tests.helpers.reference_flash import (
     torch_varlen_func,
     varlen_on,
 )
-from tests.helpers.tiny import SEED
+from tests.helpers.tiny import SEED, SHARING
 from trl_paddingfree.flat.layout import FlatLayout
 from trl_paddingfree.flat.segments import Segments, share_prefixes
 from trl_paddingfree.model.attention import (
@@ -227,7 +227,7 @@ def test_stand_ins_refuse_what_kernels_refuse(backend, names, change, message):
     refused = pytest.raises((AssertionError, ValueError), match=message)
     for changed, outcome in (("", nullcontext()), (names, refused)):
         q, k, v, boundaries, longest = (change(x) if name in changed else x for name, x in call.items())
-        with outcome, varlen_on("cpu"):
+        with outcome, varlen_on():
             if backend == "varlen":
                 torch_varlen()(q, k, v, boundaries, boundaries, longest, longest, None, None)
             else:
@@ -301,7 +301,7 @@ def test_varlen_takes_no_call_that_its_kernel_cannot_compute(kwargs, options):
     query = torch.zeros(1, 4, 3, options.get("size", 8), dtype=options.get("dtype", torch.bfloat16))
     plain = torch.zeros(1, 4, 3, 256, dtype=torch.bfloat16)
     assert not takes_varlen(plain, {})  # on the CPU
-    with varlen_on("cpu"):
+    with varlen_on():
         assert takes_varlen(plain, {"softcap": None, "dropout": 0.0})
         assert not takes_varlen(query, kwargs)
 
@@ -311,13 +311,13 @@ def test_what_the_varlen_kernel_lacks_goes_to_segments():
     compare("varlen", "sdpa", Attention(1), states(segments), segments, FLOAT64, {"scaling": 8**-0.5}, {})
 
 
-@pytest.mark.parametrize("prefix_sharing", [False, True])
+@SHARING
 def test_under_autocast_float32_states_are_no_reason_against_varlen(prefix_sharing):
     """Rotary embeddings of float32 weights make float32 queries and keys, which autocast hands to SDPA in bfloat16."""
     segments = SEGMENTS["nested" if prefix_sharing else "flat"]
     query, key, value = states(segments, dtype=torch.float32)
     layout, low = FlatLayout.from_segments(segments), value.detach().bfloat16().requires_grad_()
-    with varlen_on("cpu") as calls:
+    with varlen_on() as calls:
         with torch.autocast("cpu", torch.bfloat16):
             output, _ = ATTENTION["varlen"](layout, "sdpa", Attention(1), query, key, low, scaling=8**-0.5)
         output.sum().backward()
@@ -333,7 +333,7 @@ def test_varlen_keeps_keys_once_and_computes_what_copies_do(name):
     segments, window = SEGMENTS[name], 3
     layout, inputs = FlatLayout.from_segments(segments), states(segments, 2, dtype=torch.bfloat16)
     kept = []
-    with varlen_on("cpu"), torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+    with varlen_on(), torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         output, _ = ATTENTION["varlen"](layout, "sdpa", Attention(2), *inputs, scaling=0.4, sliding_window=window)
         assert {x.data_ptr() for x in inputs} <= {x.data_ptr() for x in kept}
         output_and_lse = 2 * output.numel() + 4 * segments.num_tokens * 4
@@ -354,7 +354,7 @@ def test_varlen_never_takes_cudnn_whatever_that_can_compute(monkeypatch, name):
     """It plans anew for each number of tokens and of segments, keeps all plans, and adds gradients up in any order."""
     monkeypatch.setattr(varlen, "_cudnn_rejection_reasons", lambda *args: [], raising=False)  # PyTorch's, since 2.15
     layout, before = FlatLayout.from_segments(SEGMENTS[name]), torch.backends.cuda.cudnn_sdp_enabled()
-    with varlen_on("cpu") as calls:
+    with varlen_on() as calls:
         ATTENTION["varlen"](layout, "sdpa", Attention(1), *states(SEGMENTS[name], dtype=torch.bfloat16))
     assert len(calls) == 1
     assert torch.backends.cuda.cudnn_sdp_enabled() == before

@@ -10,6 +10,7 @@ from scripts.benchmark.studies.casts import Launches
 from tests.helpers.architectures import tiny_model
 from tests.helpers.flat_and_padded import padded_rows
 from tests.helpers.reference_flash import varlen_on
+from tests.helpers.tiny import SHARING
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.memory.adapters import cast_inputs_once
 from trl_paddingfree.model.flat_model import FlatModel
@@ -22,7 +23,7 @@ ROWS = [[5, 6, 7, 8, 9, 1], [5, 6, 7, 2], [4, 3, 3]]
 
 @pytest.fixture(autouse=True)
 def kernels():
-    with varlen_on("cpu"):
+    with varlen_on():
         yield
 
 
@@ -73,7 +74,7 @@ def test_a_flat_layer_launches_no_more_than_a_padded_one_and_two_gathers_each_wa
     ]
 
 
-@pytest.mark.parametrize("prefix_sharing", [False, True], ids=["flat", "shared"])
+@SHARING
 def test_no_gradient_is_written_into_a_zeroed_copy(prefix_sharing):
     """That of `states[0]` is one: a full pass over memory for each of queries, keys, values and logits."""
     _, backward = launches("llama", 2, prefix_sharing)

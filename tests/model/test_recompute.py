@@ -1,13 +1,12 @@
 """What is counted as kept for the backward pass, and which layers recompute."""
 
 import numpy as np
-import pytest
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
-from tests.helpers.tiny import make_model
+from tests.helpers.tiny import ATTENTIONS, SHARING, make_model
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.memory.features import memory_features
 from trl_paddingfree.memory.kept_bytes import count_kept_bytes
@@ -40,8 +39,8 @@ def test_only_what_the_backward_pass_still_needs_is_counted():
     assert counted() < 0.1 * once
 
 
-@pytest.mark.parametrize("prefix_sharing", [False, True], ids=["flat", "shared"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@SHARING
+@ATTENTIONS
 def test_short_segments_keep_the_bytes_that_are_predicted(attention, prefix_sharing):
     """One long segment, short ones that start together, and short ones of one length that start here and there."""
     model, route = make_model(), Route("segment", attention, prefix_sharing)

@@ -23,7 +23,7 @@ from tests.helpers.flat_and_padded import assert_same_gradients, log_probs_and_g
 from tests.helpers.float64 import TOLERANCE, float64_throughout, in_float64
 from tests.helpers.pages import ROOT
 from tests.helpers.reference_flash import reference_flash
-from tests.helpers.tiny import SEED, following_rotary, make_model, reward_model
+from tests.helpers.tiny import ATTENTIONS, SEED, following_rotary, make_model, reward_model
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.flat.schedule import Schedule
 from trl_paddingfree.flat.slices import NO_WINDOW, cut_by_number, kept_keys
@@ -154,7 +154,7 @@ def test_flash_attention_is_told_of_keys_of_earlier_slices(name):
             assert_equals_whole(flat, batch_of(rows))
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@ATTENTIONS
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 @pytest.mark.parametrize("limit", [10, 64], ids=["reached", "not reached"])
 def test_frequencies_follow_the_longest_row_in_every_slice(kind, limit, attention):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.flat_and_padded import flat_model
+from tests.helpers.tiny import SHARING
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.model import edits
 from trl_paddingfree.model.sequence import SequenceGroup
@@ -44,7 +45,7 @@ def comparison(monkeypatch):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("prefix_sharing", [False, True], ids=["flat", "shared"])
+@SHARING
 @pytest.mark.parametrize("name", MODELS)
 def test_nothing_inside_the_flat_model_needs_a_value(comparison, name, prefix_sharing, checkpointing):
     # On the CPU, experts compute in float32 by a route that meta tensors cannot take

@@ -10,7 +10,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.flat_and_padded import flat_model
 from tests.helpers.reference_flash import reference_flash
-from tests.helpers.tiny import make_model
+from tests.helpers.tiny import ATTENTIONS, make_model
 from trl_paddingfree import FlatBatch, upstream
 from trl_paddingfree.check.prove import check_flat
 from trl_paddingfree.model.flat_model import FlatModel
@@ -127,7 +127,7 @@ def test_what_is_derived_of_a_batch_goes_with_it():
     assert layout() is None
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@ATTENTIONS
 def test_documents_are_apart_without_flash_attention(attention):
     """trl#3910."""
     model = make(attn_implementation=attention)

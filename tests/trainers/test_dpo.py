@@ -14,7 +14,7 @@ from trl.experimental import bema_for_ref_model
 
 from scripts.benchmark.differences import difference
 from tests.helpers.offloading import offloading_on_cpu
-from tests.helpers.tiny import DATA, arguments, different_pairs, lora, make_model, preference_data
+from tests.helpers.tiny import DATA, DTYPES, arguments, different_pairs, lora, make_model, preference_data
 from tests.runs import LAYOUTS, TOLERANCE, assert_as_close, assert_same, compare, run
 from trl_paddingfree import PaddingFreeDPOTrainer
 from trl_paddingfree.flat import calls
@@ -158,7 +158,7 @@ def log_probs(trainer, pairs):
         return trainer.model(**batch, labels=labels, fused_lm_head=True).log_probs
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@DTYPES
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_pair_does_not_move_by_one_bit_when_the_pair_beside_it_changes(layout, dtype, tokenizer):
     def make():

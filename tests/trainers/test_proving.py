@@ -71,7 +71,7 @@ def proven(model, caplog, beside=()):
     """The line in the log of a check in which `model` is trained, and others are not."""
     models = [model, *beside]
     start_up_check(models).install(models)
-    return next(record.message for record in caplog.records if record.message.startswith("Padding-free"))
+    return next(message for message in caplog.messages if message.startswith("Padding-free"))
 
 
 def test_a_model_whose_gradients_were_compared_is_called_exact(caplog):
@@ -96,7 +96,7 @@ def test_what_was_not_compared_stands_in_the_log_with_the_reason(case, caplog, m
 def test_that_gradients_were_compared_without_images_stands_in_the_log(caplog):
     given = arguments("dpo", False, *make_vision("gemma3"), make=lambda seed: make_vision("gemma3")[0])
     make_trainer("dpo", "ours", **given, train_dataset=vision_pairs(4, 0), max_length=None)
-    (line,) = (record.message for record in caplog.records if record.message.startswith("Padding-free"))
+    (line,) = (message for message in caplog.messages if message.startswith("Padding-free"))
     assert "gradients were compared on text, not with images" in line
 
 

@@ -268,7 +268,7 @@ def test_trl_speaks_of_streaming_data_that_is_dispatched(task, caplog):
         with nullcontext() if task == "dpo" else pytest.raises(ValueError, match="dispatch_batches") as error:
             trainer = make_trainer(task, layout, **arguments(task), **options)
             assert trainer.args.accelerator_config.dispatch_batches is False
-        warned = [record.message for record in caplog.records if "`dispatch_batches`" in record.message]
+        warned = [message for message in caplog.messages if "`dispatch_batches`" in message]
         said.append(warned if error is None else str(error.value))
     assert said[0]
     assert said[0] == said[1]

@@ -8,7 +8,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from tests import runs
 from tests.helpers.architectures import is_older, tiny_model
 from tests.helpers.flat_and_padded import flat_model
-from tests.helpers.tiny import SEED, arguments, conversations, make_model, prompt_completions, saved
+from tests.helpers.tiny import ATTENTIONS, SEED, arguments, conversations, make_model, prompt_completions, saved
 from tests.runs import TOLERANCE, make_trainer, run
 from tests.trainers.test_as_padded import language_modeling
 from trl_paddingfree import FlatBatch
@@ -151,7 +151,7 @@ def test_rows_that_a_transform_makes_are_not_known_before(tokenizer, model_dir):
         run("sft", "ours", model=model_dir, train_dataset=data, steps=1, **options, arrange_micro_batches="tokens")
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@ATTENTIONS
 def test_a_packed_document_does_not_move_when_its_neighbour_changes(attention):
     model, outputs = make_model(attn_implementation=attention), []
     flat_model(model)
