@@ -5,6 +5,7 @@ import socket
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -73,10 +74,10 @@ def test_use_cache_is_caught(monkeypatch):
 
     @contextmanager
     def with_cache(*args, **kwargs):
-        with original(*args, **kwargs):  # our hook is there: this one runs after it
-            handle = model.base_model.register_forward_pre_hook(partial(give, use_cache=True), with_kwargs=True)
+        hook = partial(give, use_cache=True)
+        # Where ours is: this one runs after it
+        with original(*args, **kwargs), model.base_model.register_forward_pre_hook(hook, with_kwargs=True):
             yield
-            handle.remove()
 
     monkeypatch.setattr(forward, "flat_backbone", with_cache)
     assert_leaks(check_flat(model, POSITIONS))
@@ -198,7 +199,7 @@ def one_token_off(by):
     def attend(layout, previous, module, query, key, value, **kwargs):
         segments = layout.segments
         outputs = []
-        for i, (first, last) in enumerate(zip(segments.offsets, segments.offsets[1:], strict=False)):
+        for i, (first, last) in enumerate(pairwise(segments.offsets)):
             begin = first if i == 0 else max(0, min(first - by, last - 1))
             mask = torch.ones(last - first, last - begin, dtype=torch.bool).tril(first - begin)
             mask |= torch.eye(last - first, last - begin, dtype=torch.bool)  # a query without keys is NaN
