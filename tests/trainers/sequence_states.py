@@ -22,11 +22,13 @@ from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route, refuse_unsliceable
 from trl_paddingfree.model.sequence import SequenceGroup
 
+PLAIN = (
+    "qwen3_next olmo_hybrid bailing_hybrid mamba falcon_mamba mamba2 bamba falcon_h1 nemotron_h granitemoehybrid zamba "
+    "zamba2 jamba lfm2 lfm2_moe lfm3 qwen3_5_text"
+)
 # Families, and options of some that have heads in groups, or heads that do not divide
 FAMILIES = {
-    **{name: (name, {}) for name in ("qwen3_next", "olmo_hybrid", "bailing_hybrid", "mamba", "falcon_mamba", "mamba2")},
-    **{name: (name, {}) for name in ("bamba", "falcon_h1", "nemotron_h", "granitemoehybrid", "zamba", "zamba2")},
-    **{name: (name, {}) for name in ("jamba", "lfm2", "lfm2_moe", "lfm3", "qwen3_5_text")},
+    **{name: (name, {}) for name in PLAIN.split()},
     "kimi_linear": ("kimi_linear", {"linear_num_heads": 4}),
     "qwen3_5_text, 6 and 3 heads": ("qwen3_5_text", {"linear_num_value_heads": 6, "linear_num_key_heads": 3}),
     "mamba2, 2 groups": ("mamba2", {"n_groups": 2}),
