@@ -64,8 +64,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     seed = os.environ["TRL_PADDINGFREE_SEED"]
     for (path, name, number), of_test in cases.items():
-        draw = random.Random(f"{seed} {path.name} {name}")
-        for item in draw.sample(of_test, max(len(of_test) - number, 0)):
+        for item in random.Random(f"{seed} {path.name} {name}").sample(of_test, max(len(of_test) - number, 0)):
             item.add_marker(pytest.mark.slow)
 
 

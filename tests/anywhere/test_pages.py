@@ -21,7 +21,7 @@ SOME = ("llama", "gemma3_text", "gpt_oss", "opt", "lfm2", "bamba", "qwen3_next")
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("title", "example"), zip(TITLES, blocks(ANY_TRAINER, "python"), strict=True))
-def test_the_examples_train_flat(title, example, monkeypatch, tmp_path, model_dir, capsys):
+def test_the_examples_train_flat(title, example, monkeypatch, tmp_path, model_dir):
     data = {"trl-lib/ultrafeedback_binarized": preference_data(8, 0), "trl-lib/Capybara": conversations(8, 0)}
     monkeypatch.setattr("datasets.load_dataset", lambda name, split: data[name])
     names = {}

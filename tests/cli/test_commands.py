@@ -206,7 +206,7 @@ def test_what_cannot_be_done_exits_2_with_one_message(capsys, monkeypatch, tmp_p
         main([*argv, "--traceback"])
 
 
-def test_unknown_arguments_exit_2(capsys):
+def test_unknown_arguments_exit_2():
     for command in ("", "no-such-command", "inspect", "env --nonsense"):
         with pytest.raises(SystemExit) as stopped:
             main(command.split())

@@ -120,7 +120,7 @@ def test_the_table_says_what_is_less_and_what_is_more(capsys, tmp_path, own):
 
 
 @pytest.mark.parametrize(("padded", "ours", "verdict"), [(0.01, 0.1, "too little to tell"), (1.0, 0.5, "50% less")])
-def test_memory_is_judged_above_noise_only(capsys, tmp_path, padded, ours, verdict):
+def test_memory_is_judged_above_noise_only(capsys, padded, ours, verdict):
     both = {"trl_padded": 2.0, "padding_free": 1.0}
     names = ("first_loss", "last_loss", "seconds", "core_seconds", "tokens_computed")
     figures = {"loss_difference": 0.0, "saved_by_padding_free": 0.3, "saved_by_sharing": 0.2}

@@ -95,8 +95,7 @@ def waits_inside(monkeypatch, layout="shared", **options):
 
         return call
 
-    backbone = trainer.model.get_base_model().base_model
-    for owner, name in ((Accelerator, "backward"), (backbone, "forward")):
+    for owner, name in ((Accelerator, "backward"), (trainer.model.get_base_model().base_model, "forward")):
         monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
     trainer.train()
     return found

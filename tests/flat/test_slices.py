@@ -35,13 +35,15 @@ def keys_of(slices):
 
 def mask_of(layout, window):
     """`(queries, keys)` bool: what queries of a layout see in a window, by the keys that attention gathers for runs."""
-    segments, rows = layout.segments, []
+    segments = layout.segments
     index = np.arange(segments.num_keys) if layout.kv_index is None else layout.kv_index.numpy()
     runs = np.split(index, np.cumsum(segments.key_lengths)[:-1])
-    for keys, length in zip(runs, segments.lengths, strict=True):
-        for seen in range(len(keys) - length + 1, len(keys) + 1):
-            rows.append(np.isin(np.arange(segments.num_keys), keys[max(seen - window, 0) : seen]))
-    return np.array(rows)
+    rows = (
+        np.isin(np.arange(segments.num_keys), keys[max(seen - window, 0) : seen])
+        for keys, length in zip(runs, segments.lengths, strict=True)
+        for seen in range(len(keys) - length + 1, len(keys) + 1)
+    )
+    return np.array([*rows])
 
 
 def dense_mask(segments, window):

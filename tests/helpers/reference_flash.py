@@ -7,6 +7,7 @@ around the kernel (which arguments they pass, and which they drop) is their own 
 import functools
 import inspect
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from unittest import mock
 
 import torch
@@ -32,7 +33,7 @@ def check_arguments(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqle
     for boundaries, longest in ((cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k)):
         assert boundaries.dtype == torch.int32, f"boundaries are {boundaries.dtype}, not int32"
         starts = boundaries.tolist()
-        runs.append([slice(start, end) for start, end in zip(starts, starts[1:], strict=False)])
+        runs.append([slice(start, end) for start, end in pairwise(starts)])
         lengths = [run.stop - run.start for run in runs[-1]]
         assert min(lengths) > 0, "kernels hang on empty segments"
         assert max(lengths) == longest, f"the longest segment has {max(lengths)} tokens, not {longest}"

@@ -5,6 +5,7 @@ segment."""
 import functools
 import sys
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from unittest import mock
 
 import torch
@@ -40,7 +41,7 @@ def by_segment(function, dim):
             has_tokens = isinstance(x, torch.Tensor) and x.ndim > 2 and x.size(dim) == total
             return x.narrow(dim, first, last - first) if has_tokens else x
 
-        for i, (first, last) in enumerate(zip(boundaries, boundaries[1:], strict=False)):
+        for i, (first, last) in enumerate(pairwise(boundaries)):
             sliced = {name: cut(x, first, last) for name, x in kwargs.items()}
             if initial_state is not None:
                 assert initial_state.shape[0] == len(boundaries) - 1

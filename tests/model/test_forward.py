@@ -15,8 +15,7 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
-from tests.helpers.flat_and_padded import flat_model
-from tests.helpers.flat_and_padded import padded_rows as padded
+from tests.helpers.flat_and_padded import flat_model, padded_rows
 from tests.helpers.tiny import make_model
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.model.flat_model import FlatModel
@@ -51,8 +50,7 @@ def test_flat_logits_equal_each_row_alone(double_model, rows, prefix_sharing, mu
     batch = FlatBatch.from_rows(rows, rows, prefix_sharing=prefix_sharing, pad_to_multiple_of=multiple)
     tolerance = FLOAT32 if FlatModel.of(double_model).route.previous == "eager" else FLOAT64
     with torch.no_grad():
-        logits = double_model(flat_batch=batch).logits
-        for row, flat in zip(rows, logits, strict=True):
+        for row, flat in zip(rows, double_model(flat_batch=batch).logits, strict=True):
             alone = double_model(input_ids=torch.tensor([row]), use_cache=False).logits[0]
             assert (flat[: len(row)] - alone).abs().max() < tolerance
             assert (flat[len(row) :] == 0).all()
@@ -62,7 +60,7 @@ def test_flat_logits_equal_each_row_alone(double_model, rows, prefix_sharing, mu
 @settings(max_examples=25, deadline=None)
 def test_flat_log_probs_and_gradients_equal_padded(double_model, rows, prefix_sharing, scored_from):
     labels = [[-100 if i < scored_from else t for i, t in enumerate(row)] for row in rows]
-    inputs = padded(rows, labels)
+    inputs = padded_rows(rows, labels)
     batch = FlatBatch.from_rows(rows, labels, prefix_sharing=prefix_sharing)
     expected = double_model(**inputs, fused_lm_head=True, use_cache=False)
     actual = double_model(**inputs, flat_batch=batch, fused_lm_head=True, use_cache=False)
@@ -73,8 +71,7 @@ def test_flat_log_probs_and_gradients_equal_padded(double_model, rows, prefix_sh
     weights = torch.rand_like(expected.log_probs)
     parameters = list(double_model.parameters())
     ours = torch.autograd.grad((actual.log_probs * weights).sum(), parameters)
-    theirs = torch.autograd.grad((expected.log_probs * weights).sum(), parameters)
-    for a, b in zip(ours, theirs, strict=True):
+    for a, b in zip(ours, torch.autograd.grad((expected.log_probs * weights).sum(), parameters), strict=True):
         assert (a - b).abs().max() <= FLOAT32 * (1 + b.abs().max())
 
 
@@ -84,7 +81,7 @@ def test_only_scored_tokens_reach_the_head_and_only_computed_tokens_the_layers()
     prompt = list(range(1, 31))
     rows = [[*prompt, 40, 41, 42], [*prompt, 50], [*prompt, 60, 61]]
     labels = [[-100] * 30 + row[30:] for row in rows]
-    inputs, batch = padded(rows, labels), FlatBatch.from_rows(rows, labels)
+    inputs, batch = padded_rows(rows, labels), FlatBatch.from_rows(rows, labels)
     seen = {}
     model.model.layers[0].mlp.register_forward_hook(lambda m, a, out: seen.update(layer=out.shape[1]))
     with FlopCounterMode(display=False) as counter:
@@ -105,7 +102,7 @@ def test_calls_without_a_flat_batch_are_untouched():
     reference = copy.deepcopy(model)
     flat_model(model)
     rows = [[1, 2, 3, 4], [5, 6]]
-    inputs = padded(rows, rows)
+    inputs = padded_rows(rows, rows)
     assert torch.equal(model(**inputs).logits, reference(**inputs).logits)
     generate = {"max_new_tokens": 5, "do_sample": False}
     del inputs["labels"]
@@ -131,18 +128,18 @@ def test_a_copy_of_a_model_computes_with_its_own_weights_and_on_its_own_route():
     clone = copy.deepcopy(model)
     FlatModel.of(model).edits.pending.clear()
     rows = [[1, 2, 3, 4], [1, 2, 6]]
-    padded_rows, batch = padded(rows, rows) | {"fused_lm_head": True}, FlatBatch.from_rows(rows, rows)
+    as_rows, batch = padded_rows(rows, rows) | {"fused_lm_head": True}, FlatBatch.from_rows(rows, rows)
     with torch.no_grad():
-        before = model(**padded_rows).log_probs
+        before = model(**as_rows).log_probs
         for parameter in clone.parameters():
             parameter.mul_(1.5)
-        for inputs in (padded_rows, {**padded_rows, "flat_batch": batch}):
+        for inputs in (as_rows, {**as_rows, "flat_batch": batch}):
             assert not torch.allclose(clone(**inputs).log_probs, before)
-        assert torch.allclose(clone(**inputs).log_probs, clone(**padded_rows).log_probs, atol=FLOAT32)
+        assert torch.allclose(clone(**inputs).log_probs, clone(**as_rows).log_probs, atol=FLOAT32)
         FlatModel.install(clone, choose_route(clone, "mask"))
         assert FlatModel.of(model).route == route
         assert FlatModel.of(clone).route.backend == "mask"
-        assert torch.allclose(clone(**inputs).log_probs, clone(**padded_rows).log_probs, atol=FLOAT32)
+        assert torch.allclose(clone(**inputs).log_probs, clone(**as_rows).log_probs, atol=FLOAT32)
         assert torch.allclose(model(**inputs).log_probs, before, atol=FLOAT32)
 
 
@@ -166,7 +163,7 @@ def test_gradient_checkpointing_recomputes_with_the_layout_of_its_own_batch(reen
         [[1, 2, 3, 4, 5], [1, 2, 3, 6]],
         [[7, 8, 9, 10], [7, 11, 12, 13, 14]],
     ]  # both 7 or 9 flat tokens, other cuts
-    batches = [(padded(r, r), FlatBatch.from_rows(r, r)) for r in rows]
+    batches = [(padded_rows(r, r), FlatBatch.from_rows(r, r)) for r in rows]
 
     def gradients():
         losses = [model(**inputs, flat_batch=batch, fused_lm_head=True).log_probs.sum() for inputs, batch in batches]
@@ -209,7 +206,7 @@ def test_neftune_noise_has_the_size_of_rows():
     embeddings.register_forward_hook(neftune_post_forward_hook)
     embeddings.register_forward_hook(lambda module, args, output: seen.append(output - module.weight[args[0]]))
     rows = [[1, 2, 3, 4, 5, 6]] * 8
-    inputs, flat_batch = padded(rows, rows), FlatBatch.from_rows(rows, rows, prefix_sharing=False)
+    inputs, flat_batch = padded_rows(rows, rows), FlatBatch.from_rows(rows, rows, prefix_sharing=False)
     model.train()
     for extra in ({}, {"flat_batch": flat_batch}):
         model(**inputs, **extra, fused_lm_head=True)

@@ -165,8 +165,7 @@ def test_layers_whose_forward_others_put_back_get_ours_again(is_wrapped):
     first = proven(model)
     for layer, forward in before.items():
         layer.forward = add_hook_to_module(layer, ModelHook()).forward if is_wrapped else forward
-    along_tree = state_layers._along_tree
-    with mock.patch.object(state_layers, "_along_tree", side_effect=along_tree) as computed:
+    with mock.patch.object(state_layers, "_along_tree", side_effect=state_layers._along_tree) as computed:
         second = proven(model)
     assert first.route == second.route
     assert computed.called

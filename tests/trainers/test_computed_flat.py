@@ -138,8 +138,7 @@ def test_without_a_configuration_it_trains_flat(task, tmp_path, monkeypatch):
 
 
 def test_options_that_do_nothing_beside_padding_are_named(caplog):
-    options = {"memory_budget": 8, "arrange_micro_batches": "tokens", "max_tokens_per_micro_batch": 64}
-    build("dpo", padding_free=False, **options)
+    build("dpo", padding_free=False, memory_budget=8, arrange_micro_batches="tokens", max_tokens_per_micro_batch=64)
     assert said_by_us(caplog) == [
         "PaddingFreeDPOTrainer pads as TRL's DPOTrainer does, because `padding_free=False`, so these have no effect: "
         "`arrange_micro_batches='tokens'`, `max_tokens_per_micro_batch=64`, `memory_budget=8.0`."

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tests.helpers.memory import CAUTIOUS as PREDICTED
-from tests.helpers.memory import fail_once_planned
+from tests.helpers.memory import CAUTIOUS, fail_once_planned
 from tests.helpers.tiny import SEED, arguments, lora, make_model, prompts
 from tests.runs import TOLERANCE, assert_same, compare, make_trainer, run
 from trl_paddingfree import FlatBatch, FlatModel, PaddingFreeDistillationTrainer
@@ -136,7 +135,7 @@ def test_every_number_of_recomputed_layers_computes_the_same_and_keeps_what_was_
         assert torch.equal(weight, result.weights[name]), name
     assert len(counted) == 2
     for predicted, kept in counted:
-        assert predicted == pytest.approx(kept, rel=PREDICTED)
+        assert predicted == pytest.approx(kept, rel=CAUTIOUS)
 
 
 def test_what_a_wide_teacher_keeps_is_counted(data):

@@ -43,8 +43,7 @@ def test_wrong_values_are_refused_with_what_to_write(config_class):
 
 
 def test_every_option_has_a_type_that_is_checked():
-    values = vars(PaddingFreeOptions())
-    for name in values:
+    for name in vars(PaddingFreeOptions()):
         with pytest.raises(ValueError, match=f"`{name}=<object object"):
             PaddingFreeOptions(**{name: object()})
 

@@ -160,8 +160,7 @@ def assert_as_padded(folder_of, tmp_path, world, size, names, engine=None):
         task, model, options = CASES[name]
         given = settings(options, groups, sequence_parallel_size=size)
         runs[name] = task, folder_of(model), tmp_path / f"{name} many", given
-    many = launch(world, *runs.values(), engine=engine)
-    for name, result in zip(names, many, strict=True):
+    for name, result in zip(names, launch(world, *runs.values(), engine=engine), strict=True):
         task, model, options = CASES[name]
         assert result["world"] == world
         one = alone(task, folder_of(model), tmp_path / f"{name} padded", padded_settings(options))

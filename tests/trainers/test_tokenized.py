@@ -48,8 +48,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_tokens_are_refused_by_row(tokenizer, name):
     data, message = BAD[name]
-    labelled = [{"labels": row["input_ids"], **row} for row in data]
-    for bad, skip in ((data, False), (labelled, True)):
+    for bad, skip in ((data, False), ([{"labels": row["input_ids"], **row} for row in data], True)):
         with pytest.raises(ValueError, match=message):
             train(Dataset.from_list(bad), tokenizer, dataset_kwargs={"skip_prepare_dataset": skip}, steps=1)
 
