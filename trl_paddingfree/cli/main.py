@@ -8,8 +8,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
-from typing import Any
 
 from ..data.load import NAME_THE_DATA, refuse_missing
 from ..versions import naming_versions
@@ -103,8 +101,7 @@ def inspect(args: argparse.Namespace) -> int:
     with loading(args.tokenizer):
         tokenizer = (AutoProcessor if with_images else AutoTokenizer).from_pretrained(args.tokenizer)
         config = AutoConfig.from_pretrained(args.tokenizer) if with_images else None
-    token: Any = getattr(config, "image_token_id", None)
-    if with_images and token is None:
+    if config is not None and getattr(config, "image_token_id", None) is None:
         raise ValueError(
             f"The data has images, and {args.tokenizer!r} is not a model that reads them as tokens. Name one that does "
             "in `--tokenizer`, or remove the column of images."
@@ -121,17 +118,17 @@ def inspect(args: argparse.Namespace) -> int:
         in_order=args.one_sample_per_turn,
         num_generations=args.num_generations,
         max_completion_length=args.max_completion_length,
-        count_images=partial(image_counts, token) if with_images else None,
+        count_images=None if config is None else partial(image_counts, config.image_token_id),
     )
-    memory = {}
+    figures = report.as_dict()
     if args.model is not None:
-        memory["memory"] = memory_report(report.task.name, report.batches, args.model, args.tuning, args.memory_gib)
+        figures["memory"] = memory_report(report.task.name, report.batches, args.model, args.tuning, args.memory_gib)
     if args.json:
-        print_json(report.as_dict() | memory)
+        print_json(figures)
     else:
         print_waste(report)
-        for predicted in memory.values():
-            print_memory(predicted)
+        if args.model is not None:
+            print_memory(figures["memory"])
     if args.plot:
         drawn(lambda: plot_waste(report, args.plot), args.plot, Console(stderr=True))
     return OK
@@ -213,14 +210,22 @@ def train(task: str, argv: Sequence[str]) -> int:
     from . import train as script
 
     parser = script.make_parser(task, prog=f"trl-paddingfree {task}")
-    parsed = parser.parse_args_and_config(argv, return_remaining_strings=True, separate_remaining_strings=True)
-    _, training_args, *_, from_config, from_command_line = parsed
+    _, training_args, *_, from_config, from_command_line = parser.parse_args_and_config(
+        argv, return_remaining_strings=True, separate_remaining_strings=True
+    )
     launcher = launch.launch_command_parser()
     parser.others = launcher.format_usage()
     launcher.error = parser.error  # wrong options of accelerate are answered in one line, too
-    # The command line wins. The script gets all arguments, and ignores those that only the launcher knows
-    given = chain.from_iterable(map(resolve_accelerate_config_argument, (from_config, from_command_line)))
-    args = launcher.parse_args([*given, "--module", launched.__name__, task, *argv])
+    args = launcher.parse_args(
+        [
+            *resolve_accelerate_config_argument(from_config),
+            *resolve_accelerate_config_argument(from_command_line),  # which wins
+            "--module",
+            launched.__name__,
+            task,
+            *argv,  # all of them: the script ignores those that only the launcher knows
+        ]
+    )
     if args.training_script != launched.__name__:
         parser.error(f"unrecognized arguments: {args.training_script}")
     script.say_where(training_args)
