@@ -66,7 +66,7 @@ def decoder(*values: str | int, tied: bool = True) -> Shape:
 
 
 # Sizes from the models' published configurations
-SHAPES: dict[str, Shape] = {
+SHAPES = {
     "llama-3-8b": decoder("llama", 4096, 14336, 32, 32, 8, 128256, tied=False),
     "llama-3.2-1b": decoder("llama", 2048, 8192, 16, 32, 8, 128256),
     "qwen2.5-0.5b": decoder("qwen2", 896, 4864, 24, 14, 2, 151936),
@@ -94,7 +94,7 @@ def training_needs(config: PreTrainedConfig, tuning: str, num_references: int, a
     """
     text, is_full = config.get_text_config(), tuning == "full"
     kinds = list(zip(*(getattr(text, name, None) or [""] * text.num_hidden_layers for name in _TYPES), strict=True))
-    which = [kinds.index(kind) for kind in kinds]  # for each layer, the first of its kind, which needs the same memory
+    which = list(map(kinds.index, kinds))  # for each layer, the first of its kind, which needs the same memory
     model = _first_layers(config, 1 + max(which))
     if as_kernels and upstream.takes_attention_function(model):
         upstream.set_attn_implementation(model, kept_by_kernels())
@@ -116,13 +116,14 @@ def training_needs(config: PreTrainedConfig, tuning: str, num_references: int, a
     changed = weights if is_full else adapters
     fixed = round(weights * (1 + num_references * is_full) + adapters + COPIES * changed)
     rows, columns = upstream.lm_head_tile()
-    summed = 4 * text.vocab_size * text.hidden_size * is_full
+    per_token = 4 * text.hidden_size
     every = kept.of(which)
     if as_kernels and not beyond_varlen(model):  # PyTorch's varlen kernel, which keeps no copies of keys
         every.kept[:, TOKENS] += every.kept[:, KEYS]
         every = replace(every, copied=every.kept[:, KEYS].max())
         every.kept[:, KEYS] = 0
-    return MemoryNeeds(fixed, every, HeadBytes(summed, 4 * text.hidden_size, (BYTES * columns, rows)))
+    head = HeadBytes(per_token * text.vocab_size * is_full, per_token, (BYTES * columns, rows))
+    return MemoryNeeds(fixed, every, head)
 
 
 def _first_layers(config: PreTrainedConfig, number: int) -> PreTrainedModel:
@@ -187,10 +188,10 @@ def memory_report(
     task: str, batches: Mapping[int, Sequence[BatchCounts]], model: str, tuning: str, memory_gib: float | None
 ) -> dict[str, Any]:
     """Memory of the largest batch of each size, by layout; with `memory_gib` also what fits and what a budget gains."""
-    needs, units = training_needs(model_config(model), tuning, int(task in _WITH_REFERENCE)), step_units(task, tuning)
+    needs, units = training_needs(model_config(model), tuning, task in _WITH_REFERENCE), step_units(task, tuning)
     sizes = []
     for batch_size, counts in batches.items():
-        row: dict[str, Any] = {"batch_size": batch_size}
+        row = {}
         for layout, every in features_by_layout(counts).items():
             largest = every[every[:, TOKENS].argmax()]
             peaks, (offloaded, host) = needs.peaks(largest), needs.offloaded(largest)
@@ -203,7 +204,7 @@ def memory_report(
             }
             if memory_gib is not None:
                 row[layout] |= _within(int(memory_gib * GIB), needs, every, largest / batch_size, units)
-        sizes.append(row)
+        sizes.append({"batch_size": batch_size, **row})
     return {"model": model, "tuning": tuning, "memory_gib": memory_gib, "fixed_gib": needs.fixed / GIB, "sizes": sizes}
 
 
@@ -213,7 +214,7 @@ def _within(budget: int, needs: MemoryNeeds, every: np.ndarray, example: np.ndar
     does; and the speed-up over recomputing every layer, if only as many recompute in `every (batches, F)` as must.
     """
 
-    def fitting(number: int) -> int:
+    def fitting(number):
         return bisect_right(range(1, MOST_EXAMPLES), budget, key=lambda n: int(needs.peaks(n * example)[number]))
 
     tokens = every[:, TOKENS]
