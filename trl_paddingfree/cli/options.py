@@ -3,11 +3,11 @@
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from json import JSONDecodeError
 from textwrap import shorten
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from yaml import YAMLError, safe_load
 
@@ -98,7 +98,7 @@ def answer_at_once(task: str, argv: Sequence[str]) -> list[str]:
 
     Returns the arguments in the form that TRL reads: `--config FILE` and `--accelerate_config NAME` as two words each.
     """
-    config: dict[str, Any] = {}
+    config = {}
     parser = OneLineParser(prog=f"trl-paddingfree {task}", add_help=False)
     for name in {"config", "accelerate_config"}.union(*(names for _, names, _ in _NEEDED)):
         parser.add_argument(f"--{name}", nargs="+", default=argparse.SUPPRESS)
@@ -131,18 +131,23 @@ def make_parser() -> OneLineParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, text: str, examples: str) -> Callable[..., None]:
-        description, epilog = f"{text[0].upper()}{text[1:]}.", f"examples:\n{examples}\n\n{EXIT_CODES}"
-        command = commands.add_parser(name, help=text, description=description, epilog=epilog, formatter_class=as_is)
+    def add(name: str, text: str, examples: str):
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            epilog=f"examples:\n{examples}\n\n{EXIT_CODES}",
+            formatter_class=as_is,
+        )
         command.set_defaults(parser=command)
         command.add_argument("--traceback", action="store_true", help=TRACEBACK)
         command.add_argument("--json", action="store_true", help="print JSON")
 
-        def option(name: str, meaning: str, default: str | int | None = None, **others: Any) -> None:
+        def option(name: str, meaning: str, default: str | int | None = None, **others):
             """Add an option that has the type of its default."""
             if default is not None:
-                meaning, others["default"] = f"{meaning} (default: {default})", default
-                others["type"] = type(default)
+                meaning = f"{meaning} (default: {default})"
+                others |= {"default": default, "type": type(default)}
             command.add_argument(name, help=meaning, **others)
 
         return option
