@@ -62,7 +62,7 @@ def train_all(args: argparse.Namespace, console: Console) -> tuple[str, Any, dic
     task = task_of(data.column_names, [TRAINERS[name].task for name in ("dpo", "sft")]).name
     numbers, total = count(1), 3 if args.model is None and task == "dpo" else 2
 
-    def train(task: str, name: str, data: Dataset, options: dict[str, Any], **given: Any) -> tuple[Any, Figures]:
+    def train(task: str, name: str, data: Dataset, options: dict[str, Any], **given):
         title = f"run {next(numbers)} of {total}: {task.upper()}, {LABELS[name]}"
         common = {"output_dir": str(Path(args.output_dir) / task), "seed": args.seed, "max_length": args.max_length}
         rows = data.select(range(len(data))[: options["max_steps"] * options["per_device_train_batch_size"]])
@@ -162,8 +162,7 @@ def draw(runs: dict[str, Figures], summary: dict[str, Any], path: Path) -> None:
     figures = {"time, s": summary["seconds"], "tokens": summary["tokens_computed"]}
     if tells_memory(summary):
         figures["memory, MiB"] = {name: 1024 * gib for name, gib in summary["peak_memory_gib"].items()}
-    losses = {label: runs[name]["losses"] for name, label in LABELS.items()}
-    plot_runs(losses, figures, summary["task"].upper(), path)
+    plot_runs({label: runs[name]["losses"] for name, label in LABELS.items()}, figures, summary["task"].upper(), path)
 
 
 def run(args: argparse.Namespace) -> int:
