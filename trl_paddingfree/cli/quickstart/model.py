@@ -31,16 +31,16 @@ def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     special = {"pad_token": "<|endoftext|>", "bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
     trained = ByteLevelBPETokenizer()
     trained.train_from_iterator(texts, 2048, min_frequency=0, show_progress=False, special_tokens=[*special.values()])
-    backend = Tokenizer.from_str(trained.to_str())
-    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHAT_TEMPLATE, **special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(trained.to_str()), chat_template=CHAT_TEMPLATE, **special
+    )
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **sizes: Any) -> LlamaForCausalLM:
     """A Llama with about 2 million random weights, unless `sizes` sets fields of [`~transformers.LlamaConfig`]."""
     set_seed(seed)
-    fields: dict[str, Any] = {
+    fields = {
         "vocab_size": len(tokenizer),
-        "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
@@ -51,9 +51,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **sizes: Any) 
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "initializer_range": 0.06,  # 1 / sqrt(hidden_size), with which it learns in few steps
-        **sizes,
     }
-    return LlamaForCausalLM(LlamaConfig(**fields))
+    return LlamaForCausalLM(LlamaConfig(**fields | sizes))
 
 
 @cache
@@ -62,7 +61,8 @@ def questions() -> tuple[tuple[str, str], ...]:
     Questions and answers about Python: on functions and classes of the standard library, answered by their docstrings,
     read from source, and on the language, answered by the texts of `help()`.
     """
-    root, found = Path(sysconfig.get_path("stdlib")), list[tuple[str, str]]()
+    root = Path(sysconfig.get_path("stdlib"))
+    found: list = []
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         if _LEFT_OUT.isdisjoint(parts):
