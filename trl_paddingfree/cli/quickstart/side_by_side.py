@@ -62,7 +62,7 @@ def watch_memory() -> Iterator[Callable[[], float]]:
     process, done = psutil.Process(), threading.Event()
     start = peak = process.memory_info().rss
 
-    def watch() -> None:
+    def watch():
         nonlocal peak
         while not done.wait(SAMPLE_SECONDS):
             peak = max(peak, process.memory_info().rss)
@@ -85,8 +85,12 @@ class ShowSteps(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" in logs:
-            title, done = f"{self.title}, loss {logs['loss']:.4f}", state.global_step
-            self.progress.update(self.task, total=state.max_steps, completed=done, description=title)
+            self.progress.update(
+                self.task,
+                total=state.max_steps,
+                completed=state.global_step,
+                description=f"{self.title}, loss {logs['loss']:.4f}",
+            )
 
 
 def train_watched(
