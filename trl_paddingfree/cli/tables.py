@@ -75,10 +75,11 @@ def print_memory(memory: dict[str, Any]) -> None:
             f" largest: the batch size that fits into {memory['memory_gib']:g} GiB. speed-up: of `memory_budget` over "
             "recomputing every layer, on the same tokens."
         )
-    rows = []
-    for size in memory["sizes"]:
-        for shown, layout in ((f"{size['batch_size']}", "padded"), ("", "padding_free"), ("", "shared")):
-            rows.append([shown, layout.replace("_", "-"), *cells.format_map(size[layout]).split()])
+    rows = [
+        [shown, layout.replace("_", "-"), *cells.format_map(size[layout]).split()]
+        for size in memory["sizes"]
+        for shown, layout in ((f"{size['batch_size']}", "padded"), ("", "padding_free"), ("", "shared"))
+    ]
     Console().print(
         table(f"Memory of {memory['model']}, {memory['tuning']}, bfloat16, in GiB", right(*heads), rows, padding=0),
         "tokens: in the largest batch. kept, recomputed: with no layer recomputed, and with every layer; "
@@ -92,11 +93,18 @@ def print_routes(report: ModelReport) -> None:
     """What the start-up check found, as a table, and how the model would train."""
     rows, lines = [], ["", f"Refused. {report.refusal}"]
     for backend, (results, _) in report.backends.items():
-        for result in results:
-            figures = [f"{result.error:.1e}", f"{result.tolerance:.1e}", f"{result.leak:.1e}"]
-            rows.append([backend, "shared" if result.prefix_sharing else "not shared", result.verdict, *figures])
-        if not results:
-            rows.append([backend, "", "unavailable"])
+        found = [
+            [
+                backend,
+                "shared" if result.prefix_sharing else "not shared",
+                result.verdict,
+                f"{result.error:.1e}",
+                f"{result.tolerance:.1e}",
+                f"{result.leak:.1e}",
+            ]
+            for result in results
+        ]
+        rows.extend(found or [[backend, "", "unavailable"]])
     title = f"{report.model} on {report.device}, {report.dtype}, {report.attn_implementation}"
     Console().print(table(title, ["backend", "prefixes", "verdict", "error", "allowed", "leak"], rows))
     if report.chosen is not None:
