@@ -173,8 +173,9 @@ def main(task: str, args: Sequence[str] | None = None, launched: bool = False) -
     given = sys.argv[1:] if args is None else args
     try:
         parser = make_parser(task)
-        argv = given if launched else answer_at_once(task, given)
-        *parsed, unknown = parser.parse_args_and_config(argv, return_remaining_strings=True)
+        *parsed, unknown = parser.parse_args_and_config(
+            given if launched else answer_at_once(task, given), return_remaining_strings=True
+        )
         script_args, training_args, *_ = parsed
         if not launched:
             if unknown:
@@ -208,7 +209,8 @@ def _load_reward(name: str) -> Callable:
 def make_trainer(trainer_class: Callable[..., FlatTrainer], parsed: Parsed) -> FlatTrainer:
     """The trainer, with model and data loaded as TRL's scripts load them."""
     script_args, training_args, model_args, dataset_args, *_ = parsed
-    is_sft, others = isinstance(script_args, SFTScriptArguments), dict[str, object]()
+    is_sft = isinstance(script_args, SFTScriptArguments)
+    others: dict = {}
     if is_sft:
         script_args.settle(training_args)
     loading = {
