@@ -63,11 +63,11 @@ def balance(costs: Sequence[float] | np.ndarray, num_bins: int) -> list[list[int
     >>> balance([9, 7, 4, 3, 2, 1], num_bins=3)
     [[0, 5], [1, 4], [2, 3]]
     """
-    order = np.argsort(costs, kind="stable")[::-1]
-    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
-    for tie, items in enumerate(order.reshape(-1, num_bins).tolist()):
+    heap = []
+    for tie, items in enumerate(np.argsort(costs, kind="stable")[::-1].reshape(-1, num_bins).tolist()):
         bins = [(float(costs[item]), [item]) for item in items]
-        heapq.heappush(heap, (bins[-1][0] - bins[0][0], tie, bins))
+        heap.append((bins[-1][0] - bins[0][0], tie, bins))
+    heapq.heapify(heap)
     while len(heap) > 1:
         (_, tie, ours), (_, _, theirs) = heapq.heappop(heap), heapq.heappop(heap)
         merged = [(a + b, x + y) for (a, x), (b, y) in zip(ours, reversed(theirs), strict=True)]
@@ -81,7 +81,7 @@ def by_tokens(
 ) -> Callable[[list[int]], list[int]]:
     """A function that arranges a step so that micro-batches, and processes, have about equal work: sums of `costs`."""
 
-    def arrange(step: list[int]) -> list[int]:
+    def arrange(step):
         bins = balance([costs[index] for index in step], len(step) // batch_size)
         # Processes wait for each other after each round of micro-batches, so those of a round cost about the same; and
         # after the step, so rounds are dealt out alternately from the first process to the last, and back
@@ -99,7 +99,7 @@ def by_prefix(dataset: Dataset, column: str) -> Callable[[list[int]], list[int]]
     """
     rows = dataset.select_columns([column]).with_format("arrow")
 
-    def arrange(step: list[int]) -> list[int]:
+    def arrange(step):
         keys = [ids.values.to_numpy().tobytes() for ids in rows[step][column]]
         return [index for _, index in sorted(zip(keys, step, strict=True))]
 
