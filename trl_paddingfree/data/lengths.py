@@ -25,8 +25,10 @@ def tables_of(dataset: AnyDataset, *columns: str, rows: int = 10_000) -> Iterato
 
 def token_lengths(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
     """`(examples, columns)` int64: number of tokens in each column of a data set, -1 where there is none."""
-    found = tables_of(dataset, *columns)
-    lengths = [[fill_null(list_value_length(table[c]), -1).to_numpy() for c in columns] for table in found]
+    lengths = [
+        [fill_null(list_value_length(table[column]), -1).to_numpy() for column in columns]
+        for table in tables_of(dataset, *columns)
+    ]
     return np.concatenate([np.zeros((len(columns), 0)), *lengths], 1).T.astype(np.int64)
 
 
