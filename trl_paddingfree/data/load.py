@@ -20,7 +20,7 @@ def refuse_missing(name: str | None, advice: str) -> None:
     if not name:
         raise ValueError(advice)
     path = Path(name)
-    is_data_file = any(suffix in LOADERS for suffix in path.suffixes) and path.parent.is_dir()
+    is_data_file = LOADERS.keys() & path.suffixes and path.parent.is_dir()
     is_on_hub = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name)
     if (is_data_file or not is_on_hub) and not path.exists():
         raise ValueError(f"{name!r} is no file or folder here: is it misspelt?")
@@ -43,15 +43,15 @@ def broken_json(file: str) -> str:
     """Where a JSON or JSON Lines file is invalid, and why; empty if it is valid, or if that cannot be told."""
     import fsspec
 
-    is_lines = ".jsonl" in Path(file).suffixes
     with fsspec.open(file, "rt", encoding="utf-8", compression="infer") as opened:
-        for number, text in enumerate(opened if is_lines else [opened.read()]):
+        for number, text in enumerate(opened if ".jsonl" in Path(file).suffixes else [opened.read()]):
             try:
                 json.loads(text.strip("\n") or "0")
             except json.JSONDecodeError as error:
                 # More values after the first in a `.json` file are extra data here, but `datasets` reads them as lines
-                place = f"line {number + error.lineno}, column {error.colno}"
-                return "" if error.msg == "Extra data" else f"{place} is no JSON: {error.msg}."
+                if error.msg == "Extra data":
+                    return ""
+                return f"line {number + error.lineno}, column {error.colno} is no JSON: {error.msg}."
     return ""
 
 
@@ -69,14 +69,14 @@ def load_data(script_args: "ScriptArguments", dataset_args: "DatasetMixtureConfi
         streaming = dataset_args.streaming
         dataset = get_dataset(replace(dataset_args, test_split_size=None))
     else:
-        name, streaming = script_args.dataset_name, script_args.dataset_streaming
+        name, streaming = script_args.dataset_name or "", script_args.dataset_streaming
         refuse_missing(name, NAME_THE_DATA)
-        loader = _loader_of(str(name))
+        loader = _loader_of(name)
         source = {"name": script_args.dataset_config} if loader is None else {"data_files": name}
         try:
             dataset = load_dataset(loader or name, **source, streaming=streaming)
         except (ValueError, DatasetBuildError) as error:
-            reason = (broken_json(str(name)) if loader == "json" else "") or f"{error}. {error.__cause__ or ''}"
+            reason = (broken_json(name) if loader == "json" else "") or f"{error}. {error.__cause__ or ''}"
             raise ValueError(f"{name!r} cannot be read: {reason}") from error
     train, test = script_args.dataset_train_split, script_args.dataset_test_split
     if dataset_args.test_split_size is not None and train in dataset and test not in dataset:
