@@ -32,7 +32,7 @@ class CollatedRows:
         # Keyed by the length of values with one entry per row, or per example
         entries = {len(self.rows["input_ids"]): self.row_numbers(examples), self.num_items: list(examples)}
 
-        def entries_of(value: object) -> object:
+        def entries_of(value):
             if isinstance(value, torch.Tensor) and value.ndim and len(value) in entries:
                 return value[entries[len(value)]]
             if isinstance(value, list) and len(value) in entries:
@@ -83,8 +83,11 @@ class PromptGroups:
     def flatten(self, prompts: Sequence[Sequence[int]]) -> FlatBatch:
         """The flat batch of `prompts`, each with its stand-in completions."""
         tokens = count(2**40)  # beyond any vocabulary
-        repeated = [prompt for prompt in prompts for _ in range(self.num_generations)]
-        rows = [[*prompt, *islice(tokens, self.max_completion_length)] for prompt in repeated]
+        rows = [
+            [*prompt, *islice(tokens, self.max_completion_length)]
+            for prompt in prompts
+            for _ in range(self.num_generations)
+        ]
         unscored = [[IGNORE_INDEX] * len(row) for row in rows]
         return FlatBatch.from_rows(rows, unscored, prefix_sharing=self.prefix_sharing)
 
