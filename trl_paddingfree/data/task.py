@@ -85,7 +85,7 @@ def task_of(columns: Sequence[str], tasks: Iterable[Task]) -> Task:
     """
     names = set(columns)
     for task in tasks:
-        if any(names.issuperset(needed) for needed in task.found_by):
+        if any(map(names.issuperset, task.found_by)):
             if names & {"image", "images"} and task.vision_collator is None:
                 raise ValueError(f"The data set has columns {sorted(names)}: {task.name} does not train on images.")
             return task
