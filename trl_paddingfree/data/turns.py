@@ -64,15 +64,15 @@ def split_turns(dataset: AnyDataset, seed: int | None = None, num_proc: int | No
             f"`seed={seed}` is to put all conversations into another order, and a stream never has them all: leave it "
             "out, and shuffle with `dataset.shuffle(seed=..., buffer_size=...)` before you cut."
         )
-    options: dict[str, object] = {} if is_stream else {"num_proc": num_proc, "desc": "Cutting conversations into turns"}
+    options: dict = {} if is_stream else {"num_proc": num_proc, "desc": "Cutting conversations into turns"}
     if "messages" not in columns:
         dataset = dataset.map(maybe_convert_to_chatml, remove_columns="conversations", **options)
         columns = column_names(dataset)
     kept = [column for column in columns if column not in ("messages", "conversations", *NEW)]
     if dataset.features is not None:  # else the first batch sets types: no tool calls there, none later
         types = {column: dataset.features[column] for column in kept} | dict.fromkeys(NEW, dataset.features["messages"])
-        options["features"] = Features({**types, INDEX: Value("int64")})
-    options["remove_columns"] = [column for column in columns if column not in (*kept, *NEW)]
+        options["features"] = Features(types | {INDEX: Value("int64")})
+    options["remove_columns"] = [column for column in columns if column in ("messages", "conversations")]
     turns = dataset.map(_cut, batched=True, with_indices=True, fn_kwargs={"kept": kept}, **options)
     if not is_stream:
         indices = turns.select_columns([INDEX]).with_format("arrow")[:][INDEX].to_numpy()
@@ -109,10 +109,10 @@ def _refuse_other_data(columns: list[str]) -> None:
         )
     for name in ("input_ids", "labels", "image", "images"):
         if name in columns:
-            what = "images" if "image" in name else "tokens"
             raise ValueError(
-                f"The data has a column `{name}`, whose {what} belong to whole conversations: they cannot be cut into "
-                f"turns. Leave it out with `dataset.remove_columns({name!r})`, or do not cut."
+                f"The data has a column `{name}`, whose {'images' if 'image' in name else 'tokens'} belong to whole "
+                f"conversations: they cannot be cut into turns. Leave it out with "
+                f"`dataset.remove_columns({name!r})`, or do not cut."
             )
 
 
