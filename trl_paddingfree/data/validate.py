@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from reprlib import repr as short
-from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -25,7 +24,7 @@ _FIX = "Correct the row, or leave it out with `dataset.filter`."
 
 def did_you_mean(word: str, known: Iterable[str], name: str = "{}", cutoff: float = 0.8) -> str:
     """A question that offers the known word closest to `word`, formatted by `name`; empty if none is close."""
-    close = get_close_matches(word.lower(), list(known), n=1, cutoff=cutoff)
+    close = get_close_matches(word.lower(), known, n=1, cutoff=cutoff)
     return f" Did you mean `{name.format(close[0])}`?" if close else ""
 
 
@@ -37,7 +36,7 @@ def column_names(dataset: AnyDataset) -> list[str]:
 def refuse_unread(dataset: AnyDataset, name: str, task: str, *formats: Sequence[str]) -> None:
     """Refuse data that fits none of the `formats` that `task` reads, and rows with `None` in a column that it reads."""
     columns = column_names(dataset)
-    read = next((needed for needed in formats if set(needed) <= set(columns)), None)
+    read = next(filter(set(columns).issuperset, formats), None)
     if read is None:
         reads = ", or ".join(" and ".join(f"`{column}`" for column in needed) for needed in formats)
         raise ValueError(
@@ -50,10 +49,9 @@ def refuse_unread(dataset: AnyDataset, name: str, task: str, *formats: Sequence[
 def _refuse_none(dataset: AnyDataset, name: str, columns: Iterable[str]) -> None:
     """Refuse rows with `None` in one of the `columns`."""
     for column in columns:
-        tables = (table[column].is_null().to_numpy() for table in tables_of(dataset, column))
-        nulls = np.concatenate([np.zeros(0, bool), *tables])
-        if nulls.any():
-            raise ValueError(f"Row {nulls.argmax()} of the {name} data: `{column}` is None. {_FIX}")
+        nulls = [table[column].is_null().to_numpy() for table in tables_of(dataset, column)]
+        if any(map(np.any, nulls)):
+            raise ValueError(f"Row {np.concatenate(nulls).argmax()} of the {name} data: `{column}` is None. {_FIX}")
 
 
 def refuse_unread_instructions(dataset: AnyDataset, name: str, text_field: str = "text") -> None:
@@ -70,7 +68,7 @@ def refuse_unread_instructions(dataset: AnyDataset, name: str, text_field: str =
         )
     refuse_unread(dataset, name, "SFT", *formats)
     if not {"messages", text_field, "completion"} & {*columns}:
-        first: Any = next(iter(dataset))["conversations"]
+        first = next(iter(dataset))["conversations"]
         if not (isinstance(first, list) and first and {"from", "value"} <= {*first[0]}):
             raise ValueError(
                 f"`conversations` of the {name} data have no `from` and `value`, which TRL reads under this name only. "
@@ -111,8 +109,9 @@ def log_unread(dataset: AnyDataset, name: str, task: Task, *also: str) -> None:
     if unread := [f"`{column}`" for column in columns if column not in read]:
         has_pairs = {"chosen", "rejected"} <= set(columns) and "prompt" not in columns
         prompt = " Without a `prompt`, it is the common start of `chosen` and `rejected`." if has_pairs else ""
-        listed = f"{task.name.upper()} does not read: {', '.join(unread)}"
-        logger.warning(f"The {name} data has columns that {listed}.{prompt}")
+        logger.warning(
+            f"The {name} data has columns that {task.name.upper()} does not read: {', '.join(unread)}.{prompt}"
+        )
 
 
 def check_preferences(
@@ -139,8 +138,8 @@ def check_preferences(
         num_proc=num_proc,
         desc=f"Checking {name} dataset",
     )
-    counts = {oddity: sum(oddities[oddity]) for oddity in oddities.column_names}
-    if listed := [f"{count} with {oddity}" for oddity, count in counts.items() if count]:
+    names = oddities.column_names
+    if listed := [f"{count} with {oddity}" for oddity in names if (count := sum(oddities[oddity]))]:
         logger.warning(f"The {name} data: {', '.join(listed)}, of {len(dataset)} pairs. They are kept, as in TRL.")
     return dataset
 
@@ -173,8 +172,8 @@ def _refuse_bad_pair(example: Example, index: int, name: str) -> Example:
 
 def refuse_bad_messages(dataset: AnyDataset, name: str) -> None:
     """Refuse data whose first row TRL would not take for a conversation: it would look for a text column instead."""
-    first: Example = next(iter(dataset), {})
-    if isinstance(messages := first.get("messages"), list) and (problem := message_problem(messages)):
+    messages = next(iter(dataset), Example()).get("messages")
+    if isinstance(messages, list) and (problem := message_problem(messages)):
         raise ValueError(
             f"Row 0 of the {name} data: `messages` is {problem}. A conversation is a list of messages, each with a "
             "`role` and a `content`. Correct the rows."
@@ -232,10 +231,8 @@ def refuse_bad_tokens(dataset: AnyDataset, name: str) -> None:
 
 def refuse_unknown_tokens(dataset: AnyDataset, name: str, vocab_size: int) -> None:
     """Refuse tokens that the model does not have, in tokenized data that has passed [`refuse_bad_tokens`]."""
-    if not (columns := _token_columns(dataset)):
-        return
-    for table in tables_of(dataset, *columns):
-        for column in columns:
+    for column in _token_columns(dataset):
+        for table in tables_of(dataset, column):
             tokens = pc.list_flatten(table[column])
             if column == "labels":
                 tokens = tokens.filter(pc.not_equal(tokens, IGNORE_INDEX))
