@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +39,7 @@ class ImageProbe:
     def __init__(self, collator: FlatVisionCollator, examples: Iterable[Example], kind: str = "the data's"):
         self.collator, self.kind = collator, kind
         self.examples: dict[str, Example] = {}
-        first: list[Any] = []  # the images of the first example that has any
+        first = None  # the images of the first example that has any
         for example in islice(examples, _EXAMPLES_SEARCHED):
             if not (images := images_of(example)):
                 name = "text"
@@ -63,8 +62,9 @@ class ImageProbe:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the examples to try together; empty if no example with images was found."""
-        wanted = ("first", "first, inverted", "second", "text")
-        return tuple(name for name in wanted if name in self.examples) if "first" in self.examples else ()
+        if "first" not in self.examples:
+            return ()
+        return tuple(name for name in ("first", "first, inverted", "second", "text") if name in self.examples)
 
     def to_count(self, prefix_sharing: bool) -> list[Inputs]:
         """Flat batches from which memory is counted: of each example with different images alone, and of both."""
@@ -81,10 +81,9 @@ class ImageProbe:
 
 
 def _scoring_all(rows: Inputs) -> Inputs:
-    labels = rows["input_ids"].masked_fill(rows["attention_mask"] == 0, IGNORE_INDEX)
     others = ("completion_mask", "label")  # and KTO's mismatched rows, which have the same images
     scored = {name: x for name, x in rows.items() if name not in others and not name.startswith("KL_")}
-    return {**scored, "labels": labels}
+    return scored | {"labels": rows["input_ids"].masked_fill(rows["attention_mask"] == 0, IGNORE_INDEX)}
 
 
 @contextmanager
@@ -112,15 +111,14 @@ class ImagesAlone(RowsAlone):
         batch = self.examples.batch(rows, prefix_sharing)
         inputs = send_to_device(batch, self.model.get_input_embeddings().weight.device)  # type: ignore[union-attr]
         output = self.call(**inputs, fused_lm_head=True, use_cache=False).log_probs.double().cpu()
-        scored = batch["labels"][:, 1:] != IGNORE_INDEX
-        of_rows = [row[mask] for row, mask in zip(output, scored, strict=True)]
+        of_rows = [row[mask] for row, mask in zip(output, batch["labels"][:, 1:] != IGNORE_INDEX, strict=True)]
         return [torch.cat(of_rows[i :: len(rows)]) for i in range(len(rows))]
 
     def changed(self) -> list[tuple[Rows, list[int]]]:
         first, other = self.rows[:2]
-        found = list[tuple[Rows, list[int]]]()
+        found = []
         for changed in ({first: other, other: first}, {"second": "second, inverted"}):
-            names = [changed.get(name, name) for name in self.rows]
+            names: Rows = [changed.get(name, name) for name in self.rows]
             staying = [i for i, name in enumerate(self.rows) if name not in changed]
             if 0 < len(staying) < len(names):
                 found.append((names, staying))
