@@ -138,9 +138,9 @@ class CollatedImageRows(CollatedRows):
         assert self.cuts is not None
         numbers, owners = numbered(sources)
         names = self.names if any(map(images_of, examples)) else ()
-        entries = {name: self.rows[name][entries_of(owners, self.cuts[name])] for name in names}
+        rows = rows | {name: self.rows[name][entries_of(owners, self.cuts[name])] for name in names}
         cuts = {name: [cut[owner] for owner in owners] for name, cut in self.cuts.items()}
-        return CollatedImageRows(self.collator, {**rows, **entries}, len(examples), examples, numbers, cuts, names)
+        return CollatedImageRows(self.collator, rows, len(examples), examples, numbers, cuts, names)
 
     def take(self, examples: Sequence[int]) -> "CollatedImageRows":
         chosen = [self.examples[i] for i in examples]
@@ -162,9 +162,8 @@ class CollatedImageRows(CollatedRows):
                 )
             sources = [*self.sources] * (len(rows["input_ids"]) // self.num_items)
             images = RowImages(rules, sources, rows.get("image_grid_thw"), num_pixels=sum(map(torch.numel, pixels)))
-        batch = self.collator.flatten(rows, images)
         # A plain dict with the rows first: the data loader takes the first value's length, and moves the others
-        return {"input_ids": rows["input_ids"], **rows, "flat_batch": batch}
+        return {"input_ids": rows["input_ids"], **rows, "flat_batch": self.collator.flatten(rows, images)}
 
 
 def of_images(rows: Inputs) -> Inputs:
