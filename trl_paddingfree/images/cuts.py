@@ -1,7 +1,6 @@
 """Which entries of image arguments belong to which row, and which rows have equal images."""
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -50,8 +49,8 @@ def entries_of(rows: Sequence[int], cut: Sequence[int]) -> np.ndarray:
     >>> entries_of([2, 0], [2, 1, 3]).tolist()
     [3, 4, 5, 0, 1]
     """
-    ends = [0, *accumulate(cut)]
-    return np.concatenate([np.zeros(0, np.int64), *(np.arange(ends[row], ends[row + 1]) for row in rows)])
+    of_rows = np.split(np.arange(sum(cut)), np.cumsum(cut))
+    return np.concatenate([of_rows[row] for row in (*rows, -1)])  # after the last row, nothing is left
 
 
 def numbered(keys: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -81,7 +80,7 @@ def equal_images(arguments: Mapping[str, torch.Tensor], cuts: Mapping[str, Seque
     [0, 1, 0]
     """
     rows = [*zip(*(arguments[name].split(list(cut)) for name, cut in cuts.items()), strict=True)]
-    sums = [torch.stack([x.contiguous().view(torch.uint8).sum() for x in row]) for row in rows]
-    first_with: dict[tuple[int, ...], int] = {}  # by the sums of bytes of a row's images
-    firsts = [first_with.setdefault(tuple(key), row) for row, key in enumerate(torch.stack(sums).tolist())]
+    of_bytes = [torch.stack([x.contiguous().view(torch.uint8).sum() for x in row]) for row in rows]
+    sums = torch.stack(of_bytes).tolist()  # one copy from the device
+    firsts = map(sums.index, sums)
     return [first if all(map(torch.equal, rows[row], rows[first])) else row for row, first in enumerate(firsts)]
