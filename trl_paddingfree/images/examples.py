@@ -49,9 +49,10 @@ def made_up_examples() -> Iterator[Example]:
     """Conversations with and without made-up images, for images that may come but are not in the data."""
     from PIL import Image
 
-    round_one, wide_one = Image.radial_gradient("L"), Image.linear_gradient("L").resize((448, 224))
-    for images in ([round_one.convert("RGB")], [wide_one.convert("RGB")], []):
-        yield prompt_in_messages({"prompt": [{"role": "user", "content": "What?"}], "images": images})
+    for images in ([Image.radial_gradient("L")], [Image.linear_gradient("L").resize((448, 224))], []):
+        yield prompt_in_messages(
+            {"prompt": [{"role": "user", "content": "What?"}], "images": [image.convert("RGB") for image in images]}
+        )
 
 
 def _in_columns(example: Example) -> list[Any]:
@@ -65,7 +66,7 @@ def with_each(example: Example, change: Callable[[Any], Any]) -> Example:
     load it from.
     """
 
-    def in_part(part: Any) -> Any:
+    def in_part(part):
         if not isinstance(part, dict) or part.get("type") not in ("image", "image_url"):
             return part
         given = part.get("image_url") or part  # OpenAI's format, or that of processors
@@ -73,7 +74,7 @@ def with_each(example: Example, change: Callable[[Any], Any]) -> Example:
         found = [named[name] for name in ("image", "url", "path", "base64") if named.get(name) is not None]
         return {"type": "image", "image": change(found[0])} if found else part
 
-    def in_message(message: Any) -> Any:
+    def in_message(message):
         content = message.get("content") if isinstance(message, dict) else None
         return {**message, "content": list(map(in_part, content))} if isinstance(content, list) else message
 
@@ -86,7 +87,7 @@ def with_each(example: Example, change: Callable[[Any], Any]) -> Example:
 
 def images_of(example: Example) -> list[Any]:
     """The images of an example, in its column and its messages."""
-    images: list[Any] = []
+    images: list = []
     with_each(example, images.append)
     return images
 
