@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers.modeling_outputs import ModelOutput
 
 from ..flat.layout import FlatLayout
 from ..flat.transfer import HasTensors, on_device
@@ -87,14 +86,13 @@ class RowImages:
         if firsts[-1] != ends[-1] or not np.isin(firsts, ends).all():
             raise mismatch(f"tokens: {firsts[-1]}, images end after: {ends[1:].tolist()}")
         cuts, ids = np.searchsorted(ends, firsts), list(map(torch.from_numpy, rows))
-        grids = [self.grids[cuts[source] : cuts[source + 1]] for source in self.sources]
-        named = {
-            "input_ids": ids,
-            "attention_mask": list(map(torch.ones_like, ids)),
-            "mm_token_type_ids": [(row == self.rules.token_id).long() for row in ids],
+        padded, mask = (pad_sequence(x, batch_first=True) for x in (ids, list(map(torch.ones_like, ids))))
+        return {
+            "input_ids": padded,
+            "attention_mask": mask,
+            "mm_token_type_ids": mask * (padded == self.rules.token_id),
+            "image_grid_thw": torch.cat([self.grids[cuts[source] : cuts[source + 1]] for source in self.sources]),
         }
-        padded = {name: pad_sequence(x, batch_first=True) for name, x in named.items()}
-        return {**padded, "image_grid_thw": torch.cat(grids)}
 
     def blocks(self, rows: Sequence[np.ndarray], paths: Sequence[np.ndarray], size: int) -> np.ndarray | None:
         """`(size,)` int64: the image block of each flat token, or -1; `None` if the model has no such blocks."""
@@ -153,7 +151,7 @@ class FlatImages(HasTensors):
         backbone = model.base_model
         features_of = backbone.get_image_features
 
-        def get_image_features(*args: object, **kwargs: object) -> ModelOutput:
+        def get_image_features(*args, **kwargs):
             outputs = features_of(*args, **kwargs)
             outputs.pooler_output = self._ordered(outputs.pooler_output)
             if vars(outputs).get("deepstack_features") is not None:
@@ -180,7 +178,7 @@ class FlatImages(HasTensors):
         if not self.grids:
             return position_ids
 
-        def count() -> torch.Tensor:  # by the model's own function, on the CPU, because it reads each grid's numbers
+        def count():  # by the model's own function, on the CPU, because it reads each grid's numbers
             of_rows, _ = model.base_model.get_rope_index(**self.grids)
             flat = torch.zeros(3, *position_ids.shape, dtype=torch.long)
             flat[:, 0, self.places] = of_rows[:, self.grids["attention_mask"] > 0]
