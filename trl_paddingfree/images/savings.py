@@ -12,7 +12,6 @@ from ..data.rows import PromptGroups
 from ..data.savings import Counted
 from ..data.task import Task
 from ..flat.batch import IGNORE_INDEX, FlatBatch
-from ..flat.counts import BatchCounts
 from .collate import of_images
 from .examples import prompt_in_messages
 
@@ -25,13 +24,19 @@ def image_counts(
     vision_collator: Any = task.vision_collator
     collator = vision_collator(processor, padding_free=True, **only_completion)
     groups: Any = task.make_collator(**options) if issubclass(task.collator, PromptGroups) else None
-    as_prompts = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
-    lengths, prepared, numbers = [], [], dict[str, int]()
+    lengths, prepared = [], []
+    numbers: dict = {}  # by the hash of images
     for example in dataset:
         if groups is None:
             batch = collator.rows([example])
         else:
-            batch = processor.apply_chat_template([prompt_in_messages(example)["messages"]], **as_prompts)
+            batch = processor.apply_chat_template(
+                [prompt_in_messages(example)["messages"]],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                return_tensors="pt",
+            )
             batch["labels"] = batch["input_ids"]
         ids, labels, masks = batch["input_ids"], collator.row_labels(batch), batch["attention_mask"].bool()
         # Placeholders of equal images, and of no others, become the same tokens, so that rows share them
@@ -44,7 +49,7 @@ def image_counts(
             [[row[mask][:max_length].tolist() for row, mask in zip(x, masks, strict=True)] for x in (ids, labels)]
         )
 
-    def count(index: np.ndarray) -> BatchCounts:
+    def count(index):
         # The first row of each example, then the second of each
         rows, labels = ([*chain(*zip(*x, strict=True))] for x in zip(*(prepared[i] for i in index), strict=True))
         return (FlatBatch.from_rows(rows, labels) if groups is None else groups.flatten(rows)).counts
