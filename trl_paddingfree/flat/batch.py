@@ -6,7 +6,6 @@ Shape legend: see `segments`; in addition
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -128,7 +127,7 @@ class FlatBatch(HasTensors):
             images ([`~trl_paddingfree.images.rows.RowImages`], *optional*):
                 The images of the rows. Rows whose images differ share nothing from the first image on.
         """
-        tokens, targets = ([np.asarray(row, dtype=np.int64) for row in lists] for lists in (rows, labels))
+        tokens, targets = ([np.asarray(row, np.int64) for row in lists] for lists in (rows, labels))
         # A row whose labels are not its own tokens shares nothing: one token would have to predict different ones
         may_share = [((y == IGNORE_INDEX) | (y == x)).all() for x, y in zip(tokens, targets, strict=True)]
         # Rows are compared by these ids, in which an image placeholder stands for its feature
@@ -141,38 +140,38 @@ class FlatBatch(HasTensors):
         segments, ends, flat = share_prefixes([ids[r] for r in alike], [ids[r] for r in alone])
         segment_of = dict(zip([*alike, *alone], ends, strict=True))
 
-        real, width = sum(map(len, tokens)), max([width or 0, *map(len, tokens)])
+        lengths = list(map(len, tokens))
+        width = max([width or 0, *lengths])
         tail = -len(flat) % pad_to_multiple_of if pad_to_multiple_of else 0
-        if reach is not None and reach <= max(map(len, tokens)):
+        if reach is not None and reach <= max(lengths):
             reach = None
         if not filled or (reach and not tail):
             tail = pad_to_multiple_of or 1  # even without rows: the model needs a token, and every rank must call it
         if tail:
             segments = segments.with_roots([tail])
-            flat = np.concatenate([flat, np.full(tail, pad_token_id)])
+            flat = np.append(flat, [pad_token_id] * tail)
         positions = segments.position_ids
         if reach:
             positions[-1] = reach - 1  # the last token is padding
 
-        row_index = np.zeros((len(tokens), width), dtype=np.int64)
-        row_mask = np.zeros((len(tokens), width), dtype=bool)
-        token_rows = np.zeros(len(flat), dtype=np.int64)  # not float: engines cast floats to their dtype
+        row_mask = np.arange(width) < np.array(lengths)[:, None]
+        row_index = np.zeros(row_mask.shape, np.int64)
+        token_rows = np.zeros(len(flat), np.int64)  # not float: engines cast floats to their dtype
         flat_labels = np.full(len(flat), IGNORE_INDEX)
         paths = [segments.path(segment_of.get(r, 0))[: len(row)] for r, row in enumerate(tokens)]
         for r, (path, target) in enumerate(zip(paths, targets, strict=True)):
             row_index[r, : len(path)] = path
-            row_mask[r, : len(path)] = True
             token_rows[path] += 1
             scored = target[1:] != IGNORE_INDEX
             flat_labels[path[:-1][scored]] = target[1:][scored]
         scored_index = np.flatnonzero(flat_labels != IGNORE_INDEX)
         if not len(scored_index):
-            scored_index = np.zeros(1, dtype=np.int64)
+            scored_index = np.zeros(1, np.int64)
         blocks = flat_images = None
         if images is not None:
             blocks, flat_images = images.blocks(tokens, paths, len(flat)), images.flat(tokens, paths, flat)
             flat = np.where(flat < 0, images.rules.token_id, flat)
-        seen = (np.array(row_index.shape), row_index, row_mask, flat, positions, flat_labels)
+        seen = np.array(row_mask.shape), row_index, row_mask, flat, positions, flat_labels
         return cls(
             input_ids=torch.from_numpy(flat)[None],
             position_ids=torch.from_numpy(positions)[None],
@@ -183,10 +182,10 @@ class FlatBatch(HasTensors):
             token_rows=torch.from_numpy(token_rows)[None],
             scored=scored_index,
             layout=FlatLayout.from_segments(segments, blocks),
-            counts=BatchCounts(segments.num_tokens, real, len(tokens) * width, distinct, sum(segments.starts)),
+            counts=BatchCounts(segments.num_tokens, sum(lengths), row_mask.size, distinct, sum(segments.starts)),
             images=flat_images,
             empty_rows=len(tokens) - len(filled),
-            checksum=reduce(lambda checksum, values: crc32(values.tobytes(), checksum), seen, 0),
+            checksum=crc32(b"".join(x.tobytes() for x in seen)),
         )
 
     @classmethod
@@ -212,7 +211,8 @@ class FlatBatch(HasTensors):
             **kwargs:
                 Further arguments of [`FlatBatch.from_rows`], such as `prefix_sharing`.
         """
-        mask = (attention_mask != 0).numpy()
+        row_mask = attention_mask != 0
+        mask = row_mask.numpy()
         labels = torch.full_like(input_ids, IGNORE_INDEX) if labels is None else labels
         rows, targets = ([row[real] for row, real in zip(x.numpy(), mask, strict=True)] for x in (input_ids, labels))
         if position_ids is not None:  # after a different gap, a token is a different token
@@ -221,9 +221,8 @@ class FlatBatch(HasTensors):
             rows = [row + skips for row, skips in zip(rows, skipped, strict=True)]
             targets = [np.where(x < 0, x, x + skips) for x, skips in zip(targets, skipped, strict=True)]
         batch = cls.from_rows(rows, targets, width=mask.shape[1], **kwargs)
-        index = np.zeros(mask.shape, dtype=np.int64)
-        index[mask] = batch.row_index.numpy()[batch.row_mask.numpy()]
-        batch = replace(batch, row_index=torch.from_numpy(index), row_mask=torch.from_numpy(mask))
+        index = batch.row_index.new_zeros(mask.shape).masked_scatter(row_mask, batch.row_index[batch.row_mask])
+        batch = replace(batch, row_index=index, row_mask=row_mask)
         if position_ids is None:
             return batch
         tokens, next_tokens = batch.input_ids, batch.shift_labels
