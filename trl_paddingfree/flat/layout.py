@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from itertools import pairwise
-from math import prod
 from typing import Concatenate, ParamSpec, Self, TypeVar
 
 import numpy as np
@@ -73,8 +72,8 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        rows, copies = ctx.rows, grad.reshape(len(grad), prod(grad.shape[1:]))
-        total = embedding_bag(rows.order, copies, rows.offsets, mode="sum", include_last_offset=True)
+        rows = ctx.rows
+        total = embedding_bag(rows.order, grad.flatten(1), rows.offsets, mode="sum", include_last_offset=True)
         return total.reshape(-1, *grad.shape[1:]), None
 
 

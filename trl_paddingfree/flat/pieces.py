@@ -59,7 +59,7 @@ class Pieces:
         view, reads, kept = handed_on(layout, cuts or (0, layout.segments.num_tokens), "states")[number]
         firsts, lengths, parents, depths, before = view.pieces
         enters = np.isin(before, reads)
-        place = np.empty(len(parents), dtype=np.int64)  # index of each piece within its level, call by call
+        place = np.empty(len(parents), np.int64)  # index of each piece within its level, call by call
         slots = []
         levels, sizes = [], np.bincount(depths)
         for depth in range(len(sizes)):
@@ -141,7 +141,7 @@ class PathRows:
         lengths, size = segments.key_lengths, 0
         groups = [[i] for i in range(len(lengths))] if step_cost is None else groups_of_like_length(lengths, step_cost)
         slots = []
-        firsts = np.empty(len(lengths), dtype=np.int64)  # the slot where the row of each segment begins
+        firsts = np.empty(len(lengths), np.int64)  # the slot where the row of each segment begins
         for group in groups:
             longest = lengths[group[-1]]
             for i in group:
@@ -164,8 +164,8 @@ def groups_of_like_length(lengths: Sequence[int] | np.ndarray, step_cost: float)
     [[1, 3], [0, 2]]
     """
     order = np.argsort(lengths, kind="stable").tolist()
-    sorted_lengths = np.asarray(lengths, dtype=np.float64)[order]
-    best, last_start = np.zeros(len(order) + 1), np.zeros(len(order), dtype=np.int64)
+    sorted_lengths = np.asarray(lengths, np.float64)[order]
+    best, last_start = np.zeros(len(order) + 1), np.zeros(len(order), np.int64)
     for end in range(1, len(order) + 1):  # the last group holds the rows from some start on
         costs = best[:end] + sorted_lengths[end - 1] * (end - np.arange(end) + step_cost)
         last_start[end - 1] = costs.argmin()

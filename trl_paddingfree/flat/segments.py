@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import pairwise
+from operator import add
 
 import numpy as np
 
@@ -108,12 +109,12 @@ class Segments:
     @cached_property
     def key_lengths(self) -> tuple[int, ...]:
         """`(N,)` ints: number of keys each segment's last query attends to (inherited and own)."""
-        return tuple(start + length for start, length in zip(self.starts, self.lengths, strict=True))
+        return tuple(map(add, self.starts, self.lengths))
 
     @property
     def cu_seqlens_q(self) -> np.ndarray:
         """`(N+1,)` int32: boundaries of the queries of each segment."""
-        return np.asarray(self.offsets, dtype=np.int32)
+        return np.array(self.offsets, np.int32)
 
     @property
     def cu_seqlens_k(self) -> np.ndarray:
@@ -133,14 +134,14 @@ class Segments:
     @property
     def position_ids(self) -> np.ndarray:
         """`(T,)` int64: position of each token in its own row, from 0."""
-        return np.concatenate([np.arange(s, s + n) for s, n in zip(self.starts, self.lengths, strict=True)])
+        return np.concatenate([*map(np.arange, self.starts, self.key_lengths)])
 
     @cached_property
     def _paths(self) -> tuple[np.ndarray, ...]:
         paths: list[np.ndarray] = []
-        for i, (parent, start) in enumerate(zip(self.parents, self.starts, strict=True)):
-            own = np.arange(self.offsets[i], self.offsets[i + 1])
-            paths.append(own if parent == -1 else np.concatenate([paths[parent][:start], own]))
+        for parent, start, ends in zip(self.parents, self.starts, pairwise(self.offsets), strict=True):
+            own = np.arange(*ends)
+            paths.append(own if parent == -1 else np.append(paths[parent][:start], own))
         return tuple(paths)
 
     def path(self, segment: int) -> np.ndarray:
@@ -163,7 +164,7 @@ class Segments:
     def last_readers(self, window: int) -> np.ndarray:
         """`(T,)` int64: flat position of the last token that reads each key, within a `window` of positions."""
         if window not in (cache := vars(self).setdefault("_last_readers", {})):
-            cache[window] = last = np.zeros(self.num_tokens, dtype=np.int64)
+            cache[window] = last = np.zeros(self.num_tokens, np.int64)
             for path, start, end in zip(self._paths, self.starts, self.offsets[1:], strict=True):  # in flat order
                 readers = np.minimum(np.arange(len(path)) + window, len(path)) - 1  # by their place in the row
                 reads = readers >= start
@@ -172,7 +173,7 @@ class Segments:
 
     def dense_mask(self) -> np.ndarray:
         """`(T, T)` bool: whether query `i` attends to key `j`, by the definition of a path. The reference for tests."""
-        mask = np.zeros((self.num_tokens, self.num_tokens), dtype=bool)
+        mask = np.zeros((self.num_tokens, self.num_tokens), bool)
         for path, start, length in zip(self._paths, self.starts, self.lengths, strict=True):
             mask[np.ix_(path[start:], path)] = np.tri(length, len(path), start, dtype=bool)
         return mask
