@@ -51,7 +51,7 @@ class HasTensors:
 
 
 def _mapped(value: object, fn: Callable[[torch.Tensor], torch.Tensor]) -> object:
-    if isinstance(value, torch.Tensor):
+    if torch.is_tensor(value):
         return fn(value)
     if isinstance(value, tuple):
         return tuple(_mapped(entry, fn) for entry in value)

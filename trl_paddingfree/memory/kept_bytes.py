@@ -96,21 +96,20 @@ def count_kept_bytes(
     with them, the layers of the vision tower count, too. `arguments` are what else training passes to the model.
     """
     layers = recomputable_layers(model, bool(with_images))
-    device = device or model.device
     group = FlatModel.group_of(model)
     even, odd = _batches(model, route)
     features, counts = [], []
     with _as_in_training(model, layers), keys_noted(model) as noted:
         for inputs in [*map(_as_inputs, even), *with_images, *map(_as_inputs, odd)]:
             counter = SavedBytes(model, layers)
-            inputs = send_to_device(inputs, device)
+            inputs = send_to_device(inputs, device or model.device)
             with counter.counting():
                 output = (model if call is None else call)(**inputs, fused_lm_head=True, use_cache=False, **arguments)
             batch = inputs["flat_batch"]
             scored = None if group is None else scored_sizes(batch, group.size)[group.rank]
             features.append(memory_features(batch, route, scored))
             sizes = [counter.sizes(layer) for layer in range(-1, len(layers))]
-            of_largest = max(map(max, filter(None, sizes[1:])), default=0)
+            of_largest = max(sum(sizes[1:], [0]))
             counts.append([*map(sum, sizes), *counter.inputs, of_largest])
             del output
     seen, counted, number = np.array(features), np.array(counts, np.float64), len(layers)

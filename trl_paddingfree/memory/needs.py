@@ -160,7 +160,7 @@ def weights(model: torch.nn.Module) -> list[torch.Tensor]:
     tensors = [*model.parameters(), *model.buffers()]
     for parameter in model.parameters():
         if (quantized := vars(parameter).get("quant_state")) is not None:
-            tensors += [x for x in quantized.as_dict().values() if isinstance(x, torch.Tensor)]
+            tensors += [x for x in quantized.as_dict().values() if torch.is_tensor(x)]
     return tensors
 
 
@@ -176,9 +176,7 @@ def optimizer_bytes(optimizer: type, options: dict[str, Any], parameters: Sequen
             made = optimizer([sample], **options)
             made.step()
             # Paged state moves to the host when anything else needs memory
-            state = [
-                x for x in made.state[sample].values() if isinstance(x, torch.Tensor) and not vars(x).get("is_paged")
-            ]
+            state = [x for x in made.state[sample].values() if torch.is_tensor(x) and not vars(x).get("is_paged")]
             per_byte = tensor_bytes(state) / tensor_bytes([sample])
         except Exception as error:  # it may need the whole model: assume Adam, whose state is the largest
             logger.warning(f"{optimizer.__name__} does not say how large its state is, which counts as Adam's: {error}")

@@ -3,6 +3,7 @@
 import gc
 import inspect
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,9 +45,11 @@ def make_planner(
     class and arguments. `head` is the head that the loss uses, `images` are arguments of calls with different numbers
     of images, and `arguments` what training passes to the model besides a batch.
     """
-    options: Inputs = {"limit": limit, "option": option, "is_reentrant": is_reentrant}
+    planner = partial(
+        MemoryPlanner, flat_model, accelerator, device_memory, limit=limit, option=option, is_reentrant=is_reentrant
+    )
     if option is None:
-        return MemoryPlanner(flat_model, accelerator, device_memory, **options)
+        return planner()
     base = flat_model.model
     devices = {p.device for model in models for p in model.parameters() if p.device.type == accelerator.device.type}
     if len(devices) > 1:
@@ -74,7 +77,7 @@ def make_planner(
         inner: Any = optimizer
         while "optimizer" in vars(inner):  # unwraps those of accelerate and DeepSpeed
             inner = inner.optimizer
-        states = [x for state in inner.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+        states = [x for state in inner.state.values() for x in state.values() if torch.is_tensor(x)]
         held -= tensor_bytes(x for x in states if x.device.type == accelerator.device.type)
         # Defaults may hold what the class does not accept, such as AdamW's `decoupled_weight_decay`
         accepted = inspect.signature(type(inner)).parameters
@@ -87,4 +90,4 @@ def make_planner(
         fixed, budget = (abs(x) for x in group.largest([fixed, -budget]).tolist())
     flat_model.recomputable = layers
     needs = MemoryNeeds(fixed, kept, head, float(kept.factor))
-    return MemoryPlanner(flat_model, accelerator, device_memory, budget=budget, needs=needs, **options)
+    return planner(budget=budget, needs=needs)

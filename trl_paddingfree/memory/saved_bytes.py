@@ -40,11 +40,9 @@ class SavedBytes:
     def sizes(self, layer: int) -> list[int]:
         """Bytes of each storage that a layer keeps; -1: outside of the layers."""
         owners = defaultdict(set)
-        sizes = {}
         for saved, owner in self.saved.items():
-            owners[saved.pointer].add(owner)
-            sizes[saved.pointer] = saved.nbytes
-        return [sizes[pointer] for pointer, of in owners.items() if (of if len(of) == 1 else {-1}) == {layer}]
+            owners[saved.pointer, saved.nbytes].add(owner)
+        return [nbytes for (_, nbytes), of in owners.items() if (of if len(of) == 1 else {-1}) == {layer}]
 
     def total(self, layer: int) -> int:
         """Bytes that a layer keeps; -1: everything outside of the layers."""
@@ -65,7 +63,7 @@ class SavedBytes:
             return
         for value in (*args[1:], *kwargs.values()):
             for tensor in value if isinstance(value, tuple) else (value,):
-                if isinstance(tensor, torch.Tensor):
+                if torch.is_tensor(tensor):
                     self.arguments.append(self._pack(tensor))
         self.current = layer
         self.inputs[layer] = sum(x.nbytes for x in args[:1])  # the hidden states
