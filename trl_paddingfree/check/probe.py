@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import send_to_device
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import upstream
@@ -74,7 +75,7 @@ def narrowed(model: torch.nn.Module) -> AbstractContextManager[None]:
     what attention reads from a layer may no longer be what masks read from the configuration.
     """
 
-    def is_wide(holder: object, name: str, value: object) -> bool:
+    def is_wide(holder, name, value):
         if not isinstance(value, int) or value <= _NARROW:
             return False
         other_names = holder.attribute_map if isinstance(holder, PreTrainedConfig) else {}
@@ -99,7 +100,7 @@ def check_rows(vocab_size: int, draw: int) -> list[np.ndarray]:
         return rng.integers(0, vocab_size, n)
 
     prompt = tokens(9)
-    rows = [np.concatenate([prompt, tokens(7)]), tokens(2), np.concatenate([prompt, tokens(4)]), tokens(13)]
+    rows = [np.append(prompt, tokens(7)), tokens(2), np.append(prompt, tokens(4)), tokens(13)]
     # Completions differ from their first token on, and so do prompts, even after [`RowsAlone.changed`] replaces tokens
     rows[2][9] = (rows[0][9] + 2) % vocab_size
     rows[1][0], rows[3][0] = (rows[0][0] + 2) % vocab_size, (rows[0][0] + 4) % vocab_size
@@ -132,14 +133,12 @@ def row_inputs(model: PreTrainedModel, rows: Rows, width: int = 0, prefix_sharin
         padded[: len(row)] = torch.from_numpy(row)
     attention_mask = (torch.arange(input_ids.size(1)) < torch.tensor(lengths)[:, None]).long()
     labels = input_ids.masked_fill((attention_mask == 0) | pooled, IGNORE_INDEX)  # pooled heads read rows, not tokens
-    inputs: Inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+    inputs: Inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
     if prefix_sharing is not None:
         inputs["flat_batch"] = FlatBatch.from_padded(input_ids, attention_mask, labels, prefix_sharing=prefix_sharing)
     if not pooled:
-        inputs["labels"] = labels
-    device = model.get_input_embeddings().weight.device  # type: ignore[union-attr]
-    inputs = {name: value.to(device) for name, value in inputs.items()}
-    return {**inputs, "use_cache": False, **({} if pooled else {"fused_lm_head": True})}
+        inputs |= {"labels": labels, "fused_lm_head": True}
+    return send_to_device(inputs, model.get_input_embeddings().weight.device)  # type: ignore[union-attr]
 
 
 def largest_difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
@@ -178,7 +177,7 @@ class RowsAlone:
     def moved(self, row: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """The answers to a row with its first token replaced in turn, and those to the row itself, as many times."""
         steps = np.arange(1, 1 + _STAND_INS) * self.vocab_size // (_STAND_INS + 1)
-        others = [np.concatenate([[token], row[1:]]) for token in (row[0] + steps) % self.vocab_size]
+        others = [np.append(token, row[1:]) for token in (row[0] + steps) % self.vocab_size]
         return torch.cat(self.answers(others)), self.answers([row])[0].repeat(_STAND_INS)
 
     def measure(
@@ -227,8 +226,8 @@ class RowsAlone:
         """Variants of the rows with other tokens in some of them, and the indices of those that stay as they are."""
         a, b, c, d = self.rows
         return [
-            ([a, self._replaced(b), np.concatenate([c[:9], self._replaced(c[9:])]), d], [0, 3]),
-            ([np.concatenate([a[:9], self._replaced(a[9:])]), self._replaced(b), c, d], [2, 3]),
+            ([a, self._replaced(b), np.append(c[:9], self._replaced(c[9:])), d], [0, 3]),
+            ([np.append(a[:9], self._replaced(a[9:])), self._replaced(b), c, d], [2, 3]),
         ]
 
 
