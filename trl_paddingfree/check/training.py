@@ -45,7 +45,9 @@ def as_in_training(
     `every_layer` (the default for small models), only the first and the last layer of each kind run, and the context
     yields, in words, what it leaves out. Everything is restored afterwards.
     """
-    every_layer = is_small(model) if every_layer is None else every_layer
+    if every_layer is None:  # only if that takes seconds
+        most = _MOST["cpu" if model.device.type == "cpu" else "accelerator"]
+        every_layer = sum(p.numel() for p in model.parameters()) <= most
     roots = (model, call) if isinstance(call, torch.nn.Module) else (model,)
     modules = [*dict.fromkeys(module for root in roots for module in root.modules())]
     with (
@@ -71,11 +73,6 @@ def as_it_answers(model: PreTrainedModel) -> Iterator[tuple[str, ...]]:
         yield ()
 
 
-def is_small(model: PreTrainedModel) -> bool:
-    """Whether all layers can be tried within seconds."""
-    return sum(p.numel() for p in model.parameters()) <= _MOST["cpu" if model.device.type == "cpu" else "accelerator"]
-
-
 @contextmanager
 def _resharded(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     """FSDP2 may leave weights gathered after a pass. Within this context, parameters are each process's own shards."""
@@ -95,8 +92,8 @@ def _kind(layer: torch.nn.Module) -> str:
     parts = {id(part): name for name, part in layer.named_modules()}
     seen: dict[int, tuple[int, object]] = {}  # keeps the objects alive, so that no id is reused
 
-    def described(x: object, depth: int = _DEPTH) -> object:
-        def within(*values: object) -> tuple[object, ...]:
+    def described(x, depth=_DEPTH):
+        def within(*values):
             return type(x), *(described(value, depth - 1) for value in values)
 
         if x is None or isinstance(x, bool | int | float | complex | str | bytes | torch.dtype | torch.device | type):
@@ -106,7 +103,7 @@ def _kind(layer: torch.nn.Module) -> str:
         if depth == 0 or len(seen) > _OBJECTS or isinstance(x, torch.nn.Module | ModuleType):
             return id(x)
         seen[id(x)] = len(seen), x
-        if isinstance(x, torch.Tensor):
+        if torch.is_tensor(x):
             return *x.shape, *within(x.dtype, x.requires_grad, upstream.gradient_hooks(x), *sorted(vars(x).items()))
         if isinstance(x, FunctionType):
             cells = (cell.cell_contents for cell in x.__closure__ or ())
@@ -123,9 +120,9 @@ def _kind(layer: torch.nn.Module) -> str:
 
     found = []
     for name, part in layer.named_modules():
-        attributes = {key: x for key, x in vars(part).items() if key not in _PASSING}
+        attributes = sorted(entry for entry in vars(part).items() if entry[0] not in _PASSING)
         tensors = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
-        found.append((name, type(part), described([*sorted(attributes.items()), *tensors])))
+        found.append((name, type(part), described([*attributes, *tensors])))
     return repr(found)
 
 
@@ -174,7 +171,7 @@ def _passed_on(outputs: dict[str, Output], kind: str, *args: torch.Tensor, **kwa
 def without_dropout(modules: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
     """Turns off NEFTune's noise and dropout, of modules and of functions whose rate a module or configuration holds."""
 
-    def is_rate(holder: object, name: str, value: object) -> bool:
+    def is_rate(holder, name, value):
         drops = "drop" in name or (name == "p" and "Dropout" in type(holder).__name__)
         return (drops and isinstance(value, float) and value > 0) or (name == "neftune_noise_alpha" and bool(value))
 
@@ -213,7 +210,7 @@ def watched_embeddings(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
     """Within this context, the list collects the outputs of the model's input embeddings, to take their gradients."""
     outputs: list[torch.Tensor] = []
 
-    def watch(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+    def watch(module, args, output):
         outputs.append(output if output.requires_grad or not torch.is_grad_enabled() else output.requires_grad_())
         return output.clone()  # some models (GIT) write into it in place, which a leaf forbids
 
@@ -230,7 +227,7 @@ def frozen_layers_tried(model: PreTrainedModel) -> Iterator[list[str]]:
     lost: list[str] = []
     tried: set[str] = set()
 
-    def differentiate(name: str, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+    def differentiate(name, module, args, kwargs):
         states = args[0] if args else None
         # PEFT's parameter adapters compute a weight once and cache it for all calls: it must not be made in this one
         if name in tried or is_parametrized(module) or not torch.is_grad_enabled():
