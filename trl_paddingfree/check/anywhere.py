@@ -171,7 +171,7 @@ class _CallWithRows:
         right = row_inputs(self.base, rows)
         columns, lengths = torch.arange(right["input_ids"].size(1)), torch.tensor(list(map(len, rows)))[:, None]
         order = ((columns + lengths) % len(columns)).to(right["input_ids"].device)
-        left = {name: x.gather(1, order) if isinstance(x, torch.Tensor) else x for name, x in right.items()}
+        left = {name: x.gather(1, order) if torch.is_tensor(x) else x for name, x in right.items()}
         if not pooled:  # without the first token of each row, which padding would predict
             mask = left["attention_mask"].bool()
             has_context = mask & torch.nn.functional.pad(mask, (1, -1))

@@ -45,9 +45,9 @@ class Verdict:
             Whether rows alone fail, too, so that no other route can help.
     """
 
-    error: float = float("nan")
+    error: float = math.nan
     worst: str = ""
-    tolerance: float = float("nan")
+    tolerance: float = math.nan
     failure: str = ""
     skipped: str = ""
     notes: tuple[str, ...] = ()
@@ -106,7 +106,7 @@ def compare(
     share = (_LEAST_NORM_IN_LOW_PRECISION if is_low else _LEAST_NORM) * of_parameters
     least_norm = share * max(norms.values(), default=0.0)
 
-    def errors(found: Values) -> dict[str, float]:
+    def errors(found):
         """The norm of each difference, relative to what was expected."""
         errors = {}
         for name, x in reference.items():

@@ -56,7 +56,7 @@ def as_it_computes(model: PreTrainedModel, call: PackedCall) -> Iterator[str]:
     """
     device, found = model.device.type, set[torch.dtype]()
 
-    def note(*_: object) -> None:
+    def note(*_):
         if torch.is_autocast_enabled(device):
             found.add(torch.get_autocast_dtype(device))
 
@@ -135,10 +135,9 @@ class LongRows(RowsAlone):
         return [x.detach() for x in found]
 
     def changed(self) -> list[tuple[Rows, list[int]]]:
-        places = range(len(self.rows))
         return [
             ([self._replaced(row) if i % 2 == kept else row for i, row in enumerate(self.rows)],
-             [i for i in places if i % 2 != kept])
+             [*range(1 - kept, len(self.rows), 2)])
             for kept in (0, 1)
         ]  # fmt: skip
 
@@ -160,7 +159,7 @@ class PackedInTraining(RowsInTraining):
         added = torch.zeros(1, ends[-1], embeddings.weight.size(-1), device=inputs["input_ids"].device)
         added = added.to(embeddings.weight.dtype).requires_grad_()
 
-        def add(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        def add(module, args, output):
             tokens = args[0].flatten().cpu()
             for row, end in zip(rows, ends[1:], strict=True):
                 windows = tokens.unfold(0, len(row), 1) if len(tokens) >= len(row) else tokens.new_empty(0, len(row))

@@ -20,7 +20,7 @@ class Progress:
     def after(self, seconds: float) -> Iterator[None]:
         """Within this context, a check runs. After `seconds`, its current step and all later ones are announced."""
 
-        def begin() -> None:
+        def begin():
             self.is_long = True
             self(self.doing)
 

@@ -64,11 +64,11 @@ class CheckResult:
     """
 
     route: Route
-    error: float = float("nan")
-    noise: float = float("nan")
-    leak: float = float("nan")
-    effect: float = float("nan")
-    tolerance: float = float("nan")
+    error: float = math.nan
+    noise: float = math.nan
+    leak: float = math.nan
+    effect: float = math.nan
+    tolerance: float = math.nan
     leak_tolerance: float = 0.0
     failure: str = ""
     gradients: Verdict | None = None
