@@ -124,11 +124,11 @@ class FlatMask(torch.Tensor):
     def carrying(cls, context: PassContext | FlatLayout, per_token: bool = False) -> "FlatMask":
         """A mask on the layout's device: `(1, 1, 1, 1)`, or `(1, t)` as layers that carry state expect it."""
         context = PassContext(context) if isinstance(context, FlatLayout) else context
-        shape: tuple[int, ...] = (1, 1, 1, 1)
+        shape = [1, 1, 1, 1]
         if per_token:
             total = context.layout.segments.num_tokens
-            shape = (1, total if context.others is None else len(context.others.span(total)))
-        mask = torch.ones(shape, dtype=torch.bool, device=context.layout.cu_seqlens_q.device).as_subclass(cls)
+            shape = [1, total if context.others is None else len(context.others.span(total))]
+        mask = torch.ones(shape, dtype=torch.bool, device=context.layout.device).as_subclass(cls)
         mask.context = context
         return mask
 
@@ -165,15 +165,14 @@ def masks_of_calls(layout: FlatLayout, window: int | None, dtype: torch.dtype | 
     The mask of each of the [`~trl_paddingfree.flat.calls.AttentionCalls`] of a layout, made once per batch and shared
     by all layers: see [`_segment_mask`]. `None` where plain causal attention is equivalent.
     """
-    masks: list[torch.Tensor | None] = []
+    masks = []
     for segments in AttentionCalls.of(layout).segments:
         shapes = tuple((layout.segments.starts[i], layout.segments.lengths[i]) for i in segments)
         shapes = shapes[:1] if len(set(shapes)) == 1 else shapes
         seen = window if window is not None and window < max(map(sum, shapes)) else None
-        if not any(start for start, _ in shapes) and seen is None and dtype is None and layout.blocks is None:
-            masks.append(None)
-        else:  # without blocks, only shapes matter
-            masks.append(_shared_mask(layout, shapes, seen, dtype, None if layout.blocks is None else segments[0]))
+        is_causal = not any(start for start, _ in shapes) and seen is None and dtype is None and layout.blocks is None
+        segment = None if layout.blocks is None else segments[0]  # without blocks, only shapes matter
+        masks.append(None if is_causal else _shared_mask(layout, shapes, seen, dtype, segment))
     return masks
 
 
@@ -248,7 +247,7 @@ def backbone_mask(
         kinds = {_FULL if config_value(config, "sliding_window") is None else _SLIDING}
     whole = FlatMask.carrying(context)
 
-    def mask_of(kind: str) -> torch.Tensor | None:
+    def mask_of(kind):
         layout = context.layout
         if backend == "positions":
             return None
