@@ -88,23 +88,19 @@ def naming_weights(trainer: Any, checkpoint: Any, model: Any) -> AbstractContext
     with images or experts. transformers' trainer only warns, and goes on with the weights that the model had before.
     """
 
-    def warn(load_result: Any) -> None:
-        if load_result.missing_keys and load_result.unexpected_keys:
-            load_by_name(checkpoint, model)
-        else:
-            original(load_result)
-
-    original = trainer._issue_warnings_after_load
-    return attributes_set([(trainer, "_issue_warnings_after_load", warn)])
-
-
-def load_by_name(checkpoint: str, model: Any) -> None:
-    """Load a checkpoint whose weights have other names, as `from_pretrained` does; refuse it if any is missing."""
-    config = deepcopy(model.config)
-    loaded, report = type(model).from_pretrained(checkpoint, config=config, dtype=model.dtype, output_loading_info=True)
-    if missing := sorted(report["missing_keys"]):
-        raise ValueError(
-            f"The checkpoint {checkpoint!r} has no weights for {', '.join(missing[:3])} and {len(missing[3:])} others "
-            f"of {type(model).__name__}: it is one of another model."
+    def load_by_name(load_result):
+        if not load_result.missing_keys or not load_result.unexpected_keys:
+            warn(load_result)
+            return
+        loaded, report = type(model).from_pretrained(
+            checkpoint, config=deepcopy(model.config), dtype=model.dtype, output_loading_info=True
         )
-    model.load_state_dict(loaded.state_dict())
+        if missing := sorted(report["missing_keys"]):
+            raise ValueError(
+                f"The checkpoint {checkpoint!r} has no weights for {', '.join(missing[:3])} and {len(missing[3:])} "
+                f"others of {type(model).__name__}: it is one of another model."
+            )
+        model.load_state_dict(loaded.state_dict())
+
+    warn = trainer._issue_warnings_after_load
+    return attributes_set([(trainer, "_issue_warnings_after_load", load_by_name)])
