@@ -31,7 +31,7 @@ def once_per_layout(
     """Cache a function's results in the layout, keyed by its other arguments: all layers of a pass share them."""
 
     @wraps(make)
-    def made(layout: "FlatLayout", *args: Arguments.args, **kwargs: Arguments.kwargs) -> Derived:
+    def made(layout, *args, **kwargs):
         return layout.derived((make.__qualname__, *args, *kwargs.items()), partial(make, layout, *args, **kwargs))
 
     return made

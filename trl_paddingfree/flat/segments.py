@@ -272,7 +272,7 @@ def _lay_out(
     starts: list[int] = []
     tokens: list[np.ndarray] = []  # of each segment
 
-    def ancestor(segment: int, depth: int) -> int:
+    def ancestor(segment, depth):
         """The segment on the path of `segment` that holds token `depth - 1` of the row."""
         while starts[segment] >= depth:
             segment = parents[segment]

@@ -57,7 +57,7 @@ def _batches(model: PreTrainedModel, route: Route) -> tuple[list[FlatBatch], lis
     """Flat batches that tell features apart without padding, and others with short segments, which pad."""
     rng, size = np.random.default_rng(0), model.config.get_text_config().vocab_size
 
-    def tokens(*lengths: int) -> list[list[int]]:
+    def tokens(*lengths):
         return [rng.integers(0, size, length).tolist() for length in lengths]
 
     (prompt, context), (long,) = tokens(_SHORT, _LONG), tokens(_LONG)

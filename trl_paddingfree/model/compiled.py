@@ -108,11 +108,11 @@ def _compiled_class(eager: type[GradientCheckpointingLayer], options: CompilerOp
     compiled = torch.compile(forward, dynamic=True, **options)
 
     @functools.wraps(forward)
-    def compiled_if_flat(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def compiled_if_flat(self, *args, **kwargs):
         is_flat = any(isinstance(value, FlatMask) for value in (*args, *kwargs.values()))
         return (compiled if is_flat else forward)(self, *args, **kwargs)
 
-    def reduce(self: torch.nn.Module, protocol: Any) -> Any:  # copies and pickled models are eager
+    def reduce(self, protocol):  # copies and pickled models are eager
         return object.__new__, (eager,), *eager.__reduce_ex__(self, protocol)[2:]
 
     members = {

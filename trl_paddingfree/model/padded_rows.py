@@ -42,7 +42,7 @@ class PaddedRows:
         rows, mask, positions = map(inputs.get, ("input_ids", "attention_mask", "position_ids"))
         known = {*ROWS, *OF_HEADS, *self.ignored}
         extra = [name for name, x in inputs.items() if name not in known and isinstance(x, torch.Tensor | list | tuple)]
-        if not isinstance(rows, torch.Tensor) or rows.ndim != 2 or inputs.get("inputs_embeds") is not None:
+        if not torch.is_tensor(rows) or rows.ndim != 2 or inputs.get("inputs_embeds") is not None:
             return "it is given embeddings in place of `input_ids` of shape `(rows, tokens)`"
         if any(inputs.get(name) is not None for name in CACHES) or inputs.get("use_cache") is True:
             return "it computes with a cache"
@@ -60,7 +60,7 @@ class PaddedRows:
             return "given `labels`, its head reads padding, or what it has of rows by other arguments"
         if extra:
             return f"`{extra[0]}` comes with its rows, of which a flat batch knows nothing"
-        if mask is not None and not (isinstance(mask, torch.Tensor) and mask.shape == rows.shape):
+        if mask is not None and not (torch.is_tensor(mask) and mask.shape == rows.shape):
             return "its `attention_mask` is not one number for each token"
         if positions is not None and positions.shape not in (rows.shape, (1, rows.size(1))):
             return "its `position_ids` are not one number for each token"

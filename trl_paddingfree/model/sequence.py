@@ -219,7 +219,7 @@ class SequenceGroup:
     ) -> tuple[torch.nn.Module, Inputs]:
         """A copy of a layer with only some of its heads, and its attention's arguments, cut likewise."""
 
-        def cut(values: Inputs) -> Inputs:
+        def cut(values):
             return {name: x[heads] for name, x in values.items() if torch.is_tensor(x) and x.shape == (num_heads,)}
 
         kwargs.pop("position_ids", None)  # attention uses the layout

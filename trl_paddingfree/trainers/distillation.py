@@ -85,7 +85,7 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
         pixels = {name: inputs[name] for name in IMAGE_ARGUMENTS if inputs.get(name) is not None}
 
         @cache
-        def states(model: torch.nn.Module, has_gradients: bool) -> torch.Tensor:
+        def states(model, has_gradients):
             if (flat_model := FlatModel.of(model)) is None:
                 raise self.forward_replaced(model)
             return flat_model.hidden_states(batch, scored[:, 1:] > 0, **pixels)

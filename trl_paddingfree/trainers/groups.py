@@ -6,7 +6,6 @@ like tensor parallelism: their data loaders give it the same batches, and `get_t
 
 from typing import Any
 
-import torch
 from accelerate.utils import recursively_apply
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -61,12 +60,12 @@ def form_group(accelerator: Any, size: int) -> SequenceGroup:
     mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp_replicate", "tp"))
     prepare, gather = accelerator.prepare_data_loader, accelerator.gather
 
-    def prepare_with_mesh(*args: Any, **kwargs: Any) -> Any:
+    def prepare_with_mesh(*args, **kwargs):
         # Only data loaders see the mesh: engines still shard and average over all processes
         with attributes_set([(accelerator.state, "device_mesh", mesh)]):
             return prepare(*args, **kwargs)
 
-    def of_one_process(x: torch.Tensor) -> torch.Tensor:
+    def of_one_process(x):
         return x.unflatten(0, (accelerator.num_processes, -1))[::size].flatten(0, 1)  # the first of each group
 
     accelerator.prepare_data_loader = prepare_with_mesh

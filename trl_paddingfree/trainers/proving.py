@@ -214,7 +214,7 @@ class StartUpCheck:
                 "it with 'sdpa'."
             )
 
-        def prove_one(model: torch.nn.Module, route: Route) -> CheckResult:
+        def prove_one(model, route):
             with self.in_precision(), self._naming_max_length():
                 return prove_images(self._base(model), route, images, call=model, agree=self._all_agree)
 

@@ -147,7 +147,7 @@ class TrainingSteps:
         losses. Their metrics are logged together. If memory runs out, a part is retried in smaller slices.
         """
         metrics = None if parts[0].sizes is None else PartMetrics(self.trainer)
-        losses: list[torch.Tensor] = []
+        losses = []
         for number, part in enumerate(parts, 1):
             self.remember()
             try:
