@@ -151,9 +151,8 @@ class Segments:
     @cached_property
     def entered(self) -> np.ndarray:
         """`(N,)` int64: the flat token that precedes the first one of each segment in its row; -1 for roots."""
-        return np.array(
-            [path[start - 1] if start else -1 for path, start in zip(self._paths, self.starts, strict=True)]
-        )
+        paths = zip(self._paths, self.starts, strict=True)
+        return np.array([path[start - 1] if start else -1 for path, start in paths])
 
     @cached_property
     def kv_index(self) -> np.ndarray | None:

@@ -128,7 +128,7 @@ class FlatMask(torch.Tensor):
         if per_token:
             total = context.layout.segments.num_tokens
             shape = [1, total if context.others is None else len(context.others.span(total))]
-        mask = torch.ones(shape, dtype=torch.bool, device=context.layout.device).as_subclass(cls)
+        mask = torch.ones(shape, dtype=torch.bool, device=context.layout.cu_seqlens_q.device).as_subclass(cls)
         mask.context = context
         return mask
 
