@@ -72,8 +72,8 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        rows = ctx.rows
-        total = embedding_bag(rows.order, grad.flatten(1), rows.offsets, mode="sum", include_last_offset=True)
+        rows, copies = ctx.rows, grad.unsqueeze(-1).flatten(1)
+        total = embedding_bag(rows.order, copies, rows.offsets, mode="sum", include_last_offset=True)
         return total.reshape(-1, *grad.shape[1:]), None
 
 
