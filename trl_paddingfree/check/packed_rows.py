@@ -151,8 +151,7 @@ class PackedInTraining(RowsInTraining):
             with super().watched(inputs) as embedded:
                 yield embedded
             return
-        batch: FlatBatch = inputs["flat_batch"]
-        rows = batch.to_rows()
+        rows = inputs["flat_batch"].to_rows()
         ends = np.cumsum([0, *map(len, rows)]).tolist()
         embeddings: Any = self.model.get_input_embeddings()
         # Zeros that are added to the embeddings, and so have the same gradients
