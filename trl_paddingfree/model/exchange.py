@@ -51,10 +51,10 @@ class Gathered(torch.autograd.Function):
     """All-gather the first `sizes[i]` values of each process `i`. The gradient is that of its own values, times `W`."""
 
     @staticmethod
-    def forward(ctx, values: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx, values: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
         ctx.sizes, ctx.group, ctx.length = sizes, group, len(values)
         own = values[: sizes[dist.get_rank(group)]]
-        return Exchanged.apply(torch.cat([own] * len(sizes)), [len(own)] * len(sizes), list(sizes), group)
+        return Exchanged.apply(torch.cat([own] * len(sizes)), [len(own)] * len(sizes), sizes, group)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):

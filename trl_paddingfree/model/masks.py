@@ -262,8 +262,8 @@ def backbone_mask(
 
     masks: dict[str, Masks] = {}
     for kind in sorted(kinds):
-        kind_mask = mask_of(_HYBRID.get(kind, kind))
-        masks |= {kind: kind_mask, _HYBRID.get(kind, kind): kind_mask}
+        of_attention = _HYBRID.get(kind, kind)
+        masks |= dict.fromkeys((kind, of_attention), mask_of(of_attention))
     if carries_state:
         return {**dict.fromkeys(_STATE, FlatMask.carrying(context, per_token=True)), **masks}
     return next(iter(masks.values())) if len(set(map(id, masks.values()))) == 1 else masks

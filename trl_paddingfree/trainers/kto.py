@@ -56,7 +56,8 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
 
     def coupled_by(self) -> list[str]:
         # Each loss uses the micro-batch's mean divergence, estimated on prompts with their neighbors' completions
-        return [*([f"`loss_type={self.loss_type!r}`"] if self.calculate_KL else []), *super().coupled_by()]
+        coupled = super().coupled_by()
+        return [f"`loss_type={self.loss_type!r}`", *coupled] if self.calculate_KL else coupled
 
     def part_sizes(self, inputs: Inputs) -> dict[str, int]:
         labels, tokens = inputs["label"].bool(), inputs["completion_mask"][:, 1:].sum(1)
