@@ -42,6 +42,7 @@ PRIVATE = {
     "torch.distributed.fsdp:FSDPModule._get_fsdp_state": "",
     "torch.distributed.distributed_c10d:_get_default_store": "",
     "torch:Tensor._backward_hooks": None,
+    "torch:Tensor._post_accumulate_grad_hooks": None,
     "torch:_dynamo": None,
     "transformers:PreTrainedConfig._attn_implementation": None,
     "transformers.modeling_flash_attention_utils:_flash_attention_forward": "query_states key_states value_states "

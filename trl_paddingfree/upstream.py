@@ -228,8 +228,8 @@ def sharded_dtype(model: torch.nn.Module) -> torch.dtype | None:
 
 
 def gradient_hooks(tensor: torch.Tensor) -> Any:
-    """The hooks that [`torch.Tensor.register_hook`] has put on a tensor."""
-    return tensor._backward_hooks
+    """The hooks on the gradient of a tensor, before it is accumulated and after."""
+    return [*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values()]
 
 
 def process_store() -> torch.distributed.Store:

@@ -95,19 +95,22 @@ def test_a_pass_of_reentrant_checkpoints_is_not_computed_again(folder):
 def test_gradients_that_are_computed_again_are_dropped_as_they_come():
     gc.collect()  # an error of a test before may keep a checkpoint open, which would take what is saved here
     layer, x = torch.nn.Linear(3, 3), torch.randn(2, 3)
-    layer(x).sum().backward()
+    scale = torch.nn.Parameter(torch.ones(()))  # of the loss: only the optimizer knows it
+    trained = [*layer.parameters(), scale]
+    (layer(x) * scale).sum().backward()
     device, flat = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(counts=SimpleNamespace(new=[]))
     trainer = SimpleNamespace(model=layer, accelerator=device, flat=flat, changed_by_loss=())
+    trainer.optimizer = torch.optim.SGD([scale])
     trainer._metrics, trainer._total_train_tokens = {"train": {}}, 0
     attempt = Attempt(trainer)
-    layer(x).sum().backward()
-    whole = [p.grad.clone() for p in layer.parameters()]
+    (layer(x) * scale).sum().backward()
+    whole = [p.grad.clone() for p in trained]
     attempt.undo()
-    layer(x).sum().backward()
-    assert all(p.grad is None for p in layer.parameters())
+    (layer(x) * scale).sum().backward()
+    assert all(p.grad is None for p in trained)
     attempt.finish()
-    layer(x).mul(0).sum().backward()  # nothing is dropped any more
-    assert all(torch.equal(p.grad, grad) for p, grad in zip(layer.parameters(), whole, strict=True))
+    (layer(x) * scale).mul(0).sum().backward()  # nothing is dropped any more
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(trained, whole, strict=True))
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

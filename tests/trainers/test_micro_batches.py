@@ -1,5 +1,6 @@
 """Moving and splitting the examples of one optimizer step: the same training, in another order."""
 
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -8,13 +9,15 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import RandomSampler
+from trl import DPOTrainer
 
 from scripts.benchmark.studies.arranging import imbalance
-from tests.helpers.tiny import DATA, SEED, conversations, following_rotary, make_model, preference_data
-from tests.runs import PER_MICRO_BATCH, assert_same, make_trainer, run
+from tests.helpers.tiny import DATA, SEED, arguments, conversations, following_rotary, make_model, preference_data
+from tests.runs import PER_MICRO_BATCH, assert_same, compare, make_trainer, run, train
 from trl_paddingfree import (
     PaddingFreeDPOTrainer,
     PaddingFreeSFTTrainer,
@@ -158,7 +161,7 @@ def test_frequencies_that_follow_the_longest_row_couple_examples_where_rows_reac
     def trained(task, layout, **options):
         models = {name: make_model(**following_rotary(24, kind)) for name in ("model", "ref_model")}
         given = {"model": models["model"]} if task == "sft" else models
-        data = DATA[task](16, SEED)
+        data = DATA[task](48, SEED)  # so many that some are long
         return run(task, layout, **given, train_dataset=data, processing_class=tokenizer, steps=2, **options)
 
     below, parts = {"max_length": 24}, {"max_tokens_per_micro_batch": 80}
@@ -240,3 +243,79 @@ def test_a_loss_of_ones_own_may_be_any_function_of_a_micro_batch(model_dir, task
     assert_same(run(task, "ours", **common), run(task, "ours", **common, max_tokens_per_micro_batch=130), ignored=())
     with pytest.raises(ValueError, match="with `Mine.compute_loss` without `part_sizes` the loss of an"):
         run(task, "ours", **common, arrange_micro_batches="tokens")
+
+
+def test_a_class_that_is_mixed_in_after_ours_is_made_and_its_loss_is_its_own(model_dir):
+    class Mine(DPOTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.beta = 0.5
+
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs) ** 2
+
+    class Own(PaddingFreeDPOTrainer, Mine):
+        pass
+
+    common = {"model": model_dir, "train_dataset": preference_data(16, SEED), "per_device_train_batch_size": 8}
+    padded = run("dpo", "padded", trainer_class=Mine, **common)
+    for limit in (None, 130):
+        assert_same(padded, run("dpo", "ours", trainer_class=Own, **common, max_tokens_per_micro_batch=limit))
+
+
+def mean_of_rows(outputs, labels, *args, **kwargs):
+    loss = torch.nn.functional.cross_entropy(outputs["logits"][:, :-1].mT, labels[:, 1:], reduction="none")
+    return (loss.sum(1) / (labels[:, 1:] != -100).sum(1)).mean() ** 2
+
+
+def squared(trainer):
+    compute = trainer.compute_loss
+    trainer.compute_loss = lambda *args, **kwargs: compute(*args, **kwargs) ** 2
+
+
+def without_first_row(trainer):
+    prepare = trainer._prepare_inputs
+
+    def prepared(inputs):
+        inputs = prepare(inputs)
+        inputs["labels"][0] = -100
+        return inputs
+
+    trainer._prepare_inputs = prepared
+
+
+CHANGES = {
+    "`compute_loss_func`": lambda trainer: setattr(trainer, "compute_loss_func", mean_of_rows),
+    "`label_smoother`": lambda trainer: setattr(trainer, "label_smoother", mean_of_rows),
+    "`trainer.compute_loss`": squared,
+    "`trainer._prepare_inputs`": without_first_row,
+    "hooks on parameters": lambda trainer: [
+        p.register_hook(lambda gradient: gradient.clamp(-1e-2, 1e-2)) for p in trainer.model.parameters()
+    ],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_changed_since_the_trainer_was_made_counts(model_dir, change):
+    def trained(layout, **options):
+        common = {"model": model_dir, "train_dataset": conversations(16, SEED), "per_device_train_batch_size": 8}
+        trainer = make_trainer("sft", layout, **common, **options)
+        CHANGES[change](trainer)
+        return train(trainer)
+
+    assert_same(trained("padded"), trained("ours", max_tokens_per_micro_batch=60))
+    with pytest.raises(ValueError, match=f"with {change}.* the loss of an example depends on the others"):
+        trained("ours", arrange_micro_batches="tokens")
+
+
+@pytest.mark.parametrize("task", ["sft", "dpo"])
+def test_rows_may_score_what_rows_with_the_same_start_do_not(task):
+    """The answer of one turn stands in the prompt of the next: a token that one row scores, and others only read."""
+    start, answer, more = "w1 w2 w3", " w4 w5 w6 w7", " w8 w9 w10"
+    turns = [{"prompt": start, "completion": answer}, {"prompt": start + answer, "completion": more}]
+    rows = {
+        "sft": turns,
+        "dpo": [{"prompt": x["prompt"], "chosen": x["completion"], "rejected": " w20 w21"} for x in turns],
+    }
+    data, limit = Dataset.from_list(rows[task] * 4), {"max_tokens_per_micro_batch": 12}
+    compare(task, partial(arguments, task, False), data, ours=limit, train_sampling_strategy="sequential")

@@ -1,5 +1,6 @@
 """Bad input stops before anything is computed and says what to change, or is counted and said."""
 
+import copy
 import inspect
 import re
 import sys
@@ -315,6 +316,7 @@ TWO = {"sequence_parallel_size": 2}
             r"a micro-batch of 4 rows, each a prompt of \d+ tokens with .* need",
         ),
         ("distillation", {"teacher_model": None}, "`teacher_model` is missing"),
+        ("sft", {"max_tokens_per_micro_batch": 200, "ddp_static_graph": True}, "expects one backward pass per micro-"),
         ("reward", TWO, "`sequence_parallel_size=2`: DPO and SFT .* for RewardTrainer's batches"),
         (
             "dpo",
@@ -545,3 +547,18 @@ def test_dropout_that_cannot_be_disabled_is_said(model_type, config, disable, wa
         ids = torch.arange(5, 25)[None]
         draws_masks = not torch.equal(model.train()(ids).logits, model(ids).logits)
         assert draws_masks == (warned is not None)
+
+
+@pytest.mark.parametrize("task", ["dpo", "grpo"])
+def test_adapters_that_were_added_since_are_refused(task):
+    trainer = build(task, **arguments(task, False))
+    trainer.model = peft.get_peft_model(trainer.model, peft.LilyConfig(target_modules=["q_proj"], stride_A=1, num_B=2))
+    with pytest.raises(ValueError, match="LilyConfig weighs its adapters by an average over all tokens"):
+        trainer.train()
+
+
+def test_a_model_that_was_replaced_is_named():
+    trainer = build("dpo", **arguments("dpo", False))
+    trainer.model = trainer.model_wrapped = copy.deepcopy(trainer.model)
+    with pytest.raises(RuntimeError, match="`trainer.model` was replaced: make the trainer again"):
+        trainer.train()

@@ -50,13 +50,14 @@ def edits(
     input_ids: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
     labels: torch.Tensor | None = None,
-    exact_labels: bool = False,
+    made_labels: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     `(3,)` bool: whether each of these `(R, L)` tensors differs from what `batch` was made from. The host does not wait.
 
     Values in the padding are ignored. An all-zero mask is not an edit: it marks a batch that counts for nothing.
-    Neither are fewer labels, unless `exact_labels`, because answers are masked by the labels of the call.
+    Neither are fewer labels, because answers are masked by the labels of the call, unless these are to be equal to
+    `made_labels`, those of the rows before.
     """
     index, mask = batch.row_index, batch.row_mask
     reshaped = [rows is not None and rows.shape != index.shape for rows in (input_ids, attention_mask, labels)]
@@ -67,11 +68,13 @@ def edits(
         is_edited[0] = ((input_ids != batch.input_ids[0][index]) & mask).any()
     if attention_mask is not None:
         is_edited[1] = (attention_mask.bool() != mask).any() & attention_mask.any()
-    if labels is not None:
+    if labels is not None and made_labels is not None:
+        is_edited[2] = ((labels != made_labels) & mask)[:, 1:].any()
+    elif labels is not None:
         targets = torch.full_like(batch.input_ids[0], IGNORE_INDEX)
         targets = targets.index_put((batch.scored_index,), batch.shift_labels[0])
         expected, labels = targets[index[:, :-1]].masked_fill(~mask[:, 1:], IGNORE_INDEX), labels[:, 1:]
-        is_edited[2] = ((labels != expected) & (exact_labels | (labels != IGNORE_INDEX))).any()
+        is_edited[2] = ((labels != expected) & (labels != IGNORE_INDEX)).any()
     return is_edited
 
 
@@ -125,10 +128,10 @@ class EditsFound:
     pending: list[tuple[torch.Tensor, torch.Event]] = field(default_factory=list)  # results, and their arrival
 
     @torch.compiler.disable
-    def ask(self, batch: FlatBatch, inputs: Inputs, in_parts: bool = False) -> None:
-        """Compare rows in `inputs` with `batch`, without waiting. If `in_parts`, fewer scored tokens are an edit."""
+    def ask(self, batch: FlatBatch, inputs: Inputs, made_labels: torch.Tensor | None = None) -> None:
+        """Compare rows in `inputs` with `batch`, without waiting. Labels have to equal `made_labels`, if given."""
         self.read(waits=False)  # what has arrived by now: a custom training loop may never `read`
-        results = edits(batch, **{name: inputs.get(name) for name in _EDITS}, exact_labels=in_parts)
+        results = edits(batch, **{name: inputs.get(name) for name in _EDITS}, made_labels=made_labels)
         if results.is_cpu:
             refuse_edits(results)
         elif not results.is_meta:  # those have no values

@@ -137,10 +137,11 @@ class FlatModel:
             if rows is not None and rows.device != batch.input_ids.device:  # FSDP moves rows, but not the batch
                 batch = batch.to(rows.device, non_blocking=True)
             self.edits.ask(batch, kwargs)
-        elif kwargs.get("fused_lm_head") and self.flatten is not None:
+        elif kwargs.get("fused_lm_head") and self.flatten is not None and kwargs.get("shift_labels") is None:
             if args:
                 kwargs = by_name(self.forwards[-1], args, kwargs)
-            batch = self.flatten(kwargs["input_ids"], kwargs["attention_mask"], kwargs["labels"])
+            rows, mask = kwargs["input_ids"], kwargs.get("attention_mask")
+            batch = self.flatten(rows, torch.ones_like(rows) if mask is None else mask, kwargs["labels"])
         elif self.padded is not None:
             return self.padded.of_model(self.forwards[-1], args, kwargs)
         else:
@@ -204,11 +205,13 @@ class FlatModel:
             self.flatten = before
 
     @contextmanager
-    def must_train(self, trainer: object) -> Iterator[None]:
+    def must_train(self, trainer: Any) -> Iterator[None]:
         """Raise if a training step of `trainer` within this context computes no flat batch here."""
         self.has_trained = False
         yield
         if not self.has_trained:
+            if self.model not in trainer.model.modules():
+                raise RuntimeError("`trainer.model` was replaced: make the trainer again, of the new model.")
             raise RuntimeError(
                 f"A training step of {type(trainer).__name__} computed no flat batch, but rows with padding: its loss "
                 f"called {type(self.model).__name__} neither with the `flat_batch` of its inputs nor, as trainers that "

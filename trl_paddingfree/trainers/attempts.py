@@ -28,10 +28,10 @@ class Attempt:
 
     def __init__(self, trainer: Any):
         self.trainer, device = trainer, trainer.accelerator.device
+        groups = trainer.optimizer.param_groups if trainer.optimizer else ()  # a loop of one's own may have another
+        trained = {*trainer.model.parameters(), *(p for group in groups for p in group["params"])}
         # PyTorch counts in-place changes of each tensor
-        self.versions = [
-            (p, None if p.grad is None else p.grad._version) for p in trainer.model.parameters() if p.requires_grad
-        ]
+        self.versions = [(p, None if p.grad is None else p.grad._version) for p in trained if p.requires_grad]
         self.random = torch.get_rng_state()
         self.device_random = None
         if device.type != "cpu":

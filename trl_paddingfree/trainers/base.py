@@ -86,14 +86,14 @@ class FlatTrainer(Trainer):
         refuse_ungrouped(type(self), options.sequence_parallel_size, self.flat.pads, arguments)
         if self.flat.pads:
             refusals.warn_of_padding(type(self), config)
-            self.trl_trainer.__init__(self, **arguments)
+            super().__init__(**arguments)
             return
         self.refuse_arguments(arguments)
         if options.memory_budget is not None:  # on a copy: checkpointing is on, and the budget picks the layers
             arguments["args"] = config = copy(config)
             config.gradient_checkpointing = config.activation_checkpointing = True
         with attributes_set([(config, "padding_free", False)]):  # it would pad (DPO), or refuse `max_length` (SFT)
-            self.trl_trainer.__init__(self, **arguments)
+            super().__init__(**arguments)
         refuse_moved_names(type(self), self)
         refusals.warn_of_precision(self.accelerator.mixed_precision, config)
         self.padding_free = True
@@ -212,10 +212,8 @@ class FlatTrainer(Trainer):
 
     def scheduled(self, inputs: Inputs, trains: bool = False) -> Inputs:
         """The inputs of a pass, with a flat batch that is scheduled within the budget."""
-        batch, planner = inputs.get("flat_batch"), self.flat.planner
-        if batch is None or planner is None:
-            return inputs
-        return {**inputs, "flat_batch": planner.scheduled(batch, trains)}
+        planner, batch = self.flat.planner, inputs.get("flat_batch")
+        return {**inputs, "flat_batch": planner.scheduled(batch, trains)} if planner and batch is not None else inputs
 
     def padded_counts(self, inputs: Inputs) -> BatchCounts:
         """The token counts of a padded micro-batch."""
@@ -270,6 +268,7 @@ class FlatTrainer(Trainer):
 
     @naming_versions()
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        refusals.refuse_adapters([] if self.flat.pads else self.flat_models())  # some may have been added since
         return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
 
     def _save_checkpoint(self, *args, **kwargs):

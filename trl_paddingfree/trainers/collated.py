@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import cached_property
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -12,11 +11,13 @@ from accelerate.data_loader import SeedableRandomSampler
 from datasets import Dataset
 from torch.utils.data import RandomSampler
 
+from .. import upstream
 from ..data.arrange import StepSampler, by_prefix, by_tokens
 from ..data.collate import FlatCollator
 from ..data.lengths import example_tokens, example_work, has_known_lengths, row_lengths, token_lengths
 from ..flat.batch import Inputs
 from ..flat.counts import BatchCounts, of_all_processes
+from ..flat.transfer import on_device
 from ..images.check import ImageProbe
 from ..images.collate import FlatVisionCollator
 from ..images.examples import first_examples
@@ -163,6 +164,8 @@ class CollatedTrainer(FlatTrainer):
 
     @when_flat
     def get_train_dataloader(self):
+        vars(self).pop("_adds_up", None)  # what was changed since the trainer was made counts
+        self.refuse_options()
         # In training only: evaluation keeps no activations and needs no parts
         collator = self.data_collator.changed(keeps_rows=self.flat.options.has_budget)
         with attributes_set([(self, "data_collator", collator)]):
@@ -185,12 +188,17 @@ class CollatedTrainer(FlatTrainer):
 
     def _may_couple(self) -> list[str]:
         """
-        Options under which an example's loss depends on others, and methods that change the loss in subclasses of the
-        class whose `part_sizes` say how parts of it combine: it may then be any function of the micro-batch.
+        Options under which an example's loss depends on others, and methods that may change the loss, of the trainer
+        itself or of classes beyond the one whose `part_sizes` say how parts of it combine: it may then be any function
+        of the micro-batch.
         """
-        later = takewhile(lambda cls: "part_sizes" not in vars(cls), type(self).__mro__)
-        own = [(cls, name) for cls in later for name in ("compute_loss", "_compute_loss") if name in vars(cls)]
-        return [*self.coupled_by(), *(f"`{cls.__name__}.{name}` without `part_sizes`" for cls, name in own)]
+        owner = next(cls for cls in type(self).__mro__ if "part_sizes" in vars(cls))
+        known = {*owner.__mro__, *(self.trl_trainer.__mro__ if owner is CollatedTrainer else ())}
+        places = {cls.__name__: vars(cls) for cls in type(self).__mro__ if cls not in known} | {"trainer": vars(self)}
+        names = ("compute_loss", "_compute_loss", "_prepare_inputs")
+        own = [f"`{place}.{name}` without `part_sizes`" for place in places for name in names if name in places[place]]
+        own += ["hooks on parameters"] * any(map(upstream.gradient_hooks, self.model.parameters()))
+        return [*self.coupled_by(), *own]
 
     def refuse_small_budget(self, planner: MemoryPlanner) -> None:
         """Refuse a budget that the most demanding example does not fit into."""
@@ -264,8 +272,8 @@ class CollatedTrainer(FlatTrainer):
         assert planner is not None
         rows = replace(inputs["rows"], collator=self.data_collator)  # workers send them without the collator
         # Sizes and parts are made from the rows on the host, which do not show edits
-        labels = self.data_collator.row_labels(inputs)
-        self.flat.trained.edits.ask(whole, {**inputs, "labels": labels}, in_parts=True)
+        labels, made = map(self.data_collator.row_labels, (inputs, rows.rows))
+        self.flat.trained.edits.ask(whole, {**inputs, "labels": labels}, on_device(made, labels.device))
         if rows.num_items == 1 or planner.is_whole(whole):
             return [inputs]
         refuse_lost_values(inputs, rows.rows)

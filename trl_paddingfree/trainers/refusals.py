@@ -1,10 +1,12 @@
 """Refusals of what flat batches rule out: each `ValueError` names an argument, its value, and what to change."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DeepSpeedPlugin
 from datasets import Dataset, IterableDataset
@@ -21,7 +23,7 @@ from ..data.validate import column_names, log_unread, refuse_bad_tokens, refuse_
 from ..images.examples import has_images
 from ..memory.device import budget_bytes
 from ..model import architecture
-from ..model.adapters import why_padded_by
+from ..model.adapters import why_padded, why_padded_by
 from .configs import Arguments, PaddingFreeOptions, given_datasets
 
 logger = logging.get_logger(__name__)
@@ -63,6 +65,12 @@ def refuse_unflattenable(arguments: Arguments, task: Task, collator: type) -> No
             "`padding_free=True` with `per_device_train_batch_size=1`: there is next to nothing to gain, because a "
             "batch of one example has next to no padding. Use a larger batch and fewer `gradient_accumulation_steps`."
         )
+
+
+def refuse_adapters(models: Iterable[torch.nn.Module]) -> None:
+    """Refuse models with adapters whose output for a token depends on other tokens."""
+    if reason := why_padded(models):
+        raise ValueError(f"{reason}, or set `padding_free=False`.")
 
 
 def _refuse_foreign_collator(data_collator: object, collator: type) -> None:
@@ -206,7 +214,15 @@ def refuse_lost_router_loss(options: PaddingFreeOptions, config: TrainingArgumen
 
 
 def refuse_lost_gradients(deepspeed_plugin: DeepSpeedPlugin | None, config: TrainingArguments) -> None:
-    """Refuse ZeRO-2 with an offloaded optimizer: without accumulation, it keeps only the last part's gradients."""
+    """
+    Refuse ZeRO-2 with an offloaded optimizer: without accumulation, it keeps only the last part's gradients. Also a
+    static graph of DDP, which expects one backward pass.
+    """
+    if config.ddp_static_graph:
+        raise ValueError(
+            "`ddp_static_graph=True` expects one backward pass per micro-batch, and one above a budget has several: "
+            "leave it, or `memory_budget` and `max_tokens_per_micro_batch`, out."
+        )
     if deepspeed_plugin is None or deepspeed_plugin.zero_stage != 2 or config.gradient_accumulation_steps > 1:
         return
     offload = deepspeed_plugin.deepspeed_config["zero_optimization"].get("offload_optimizer") or {}

@@ -27,7 +27,7 @@ from ..model.sequence import SequenceGroup
 from .configs import PaddingFreeOptions
 from .groups import form_group
 from .proving import StartUpCheck
-from .refusals import warn_of_dropout
+from .refusals import refuse_adapters, warn_of_dropout
 from .steps import TrainingSteps
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ class Runtime:
 
     def start(self, trainer: "FlatTrainer") -> None:
         """Prove the models of a `trainer`, and have them compute flat batches."""
+        refuse_adapters(trainer.flat_models())
         self.check = StartUpCheck(trainer.accelerator, self.options, trainer.args, trainer.images_to_try(), self.group)
         upstream.apply_liger(trainer.model, trainer.args)
         cast_inputs_once(trainer.model, trainer.accelerator.device.type)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from transformers.trainer_pt_utils import LabelSmoother
 from trl import SFTConfig, SFTTrainer
 
 from .. import upstream
@@ -76,7 +77,11 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
 
     def coupled_by(self) -> list[str]:
         # A user's own function may combine the rows of a micro-batch in any way
-        reasons = [*(["`compute_loss_func`"] if callable(self.compute_loss_func) else []), *super().coupled_by()]
+        own = {
+            "compute_loss_func": callable(self.compute_loss_func),
+            "label_smoother": not isinstance(self.label_smoother, LabelSmoother | None),
+        }
+        reasons = [*(f"`{name}`" for name, is_own in own.items() if is_own), *super().coupled_by()]
         if (alpha := self.args.neftune_noise_alpha) is not None and self._cuts_packed:
             reasons.append(f"`neftune_noise_alpha={alpha}` and packing")  # noise scales with the packed row's length
         return reasons
@@ -129,4 +134,5 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
         # All documents in one row, as in TRL, however many packed rows there were
         mask = inputs["attention_mask"].bool()
         inputs["input_ids"] = inputs["input_ids"][mask][None]  # which `include_for_metrics` may ask for
-        return loss, logits[mask][None], labels[mask][None]
+        inputs["labels"] = labels = labels[mask][None]
+        return loss, logits[mask][None], labels
