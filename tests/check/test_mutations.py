@@ -75,3 +75,13 @@ def test_a_mistake_in_one_layer_of_a_large_model_is_found_by_its_other_code(kind
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_a_mistake_the_same_models_are_exact(kind):
     assert not proven(mutated(kind, 3, "leak", trains=None), fallback=False).not_compared
+
+
+def test_a_mistake_that_reaches_further_than_the_rows_is_found():
+    model = make_model(seed=SEED, max_position_embeddings=8192)
+    add_fused_lm_head(model)
+    mlp = model.base_model.layers[1].mlp
+    forward = mlp.forward
+    mlp.forward = lambda states: forward(torch.nn.functional.pad(states, (0, 0, 300, 0))[:, :-300] + states)
+    with pytest.raises(UnprovenModelError, match="a flat row of more than 1024 tokens is wrong"):
+        proven(model, fallback=False)

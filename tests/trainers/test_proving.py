@@ -93,6 +93,13 @@ def test_what_was_not_compared_stands_in_the_log_with_the_reason(case, caplog, m
     assert "exact as far as it was compared: " in line
 
 
+def test_slices_of_a_model_that_draws_at_random_are_not_compared_either(caplog):
+    given = arguments("dpo", False, tiny_model("phimoe"), make=lambda seed: tiny_model("phimoe", seed=seed))
+    budget = {"max_tokens_per_micro_batch": 20, "router_aux_loss_coef": 0.0}
+    make_trainer("dpo", "ours", **given, train_dataset=preference_data(8, 0), **budget)
+    assert "Slices within the budget: exact as far as it was compared (gradients were not compared, beca" in caplog.text
+
+
 def test_that_gradients_were_compared_without_images_stands_in_the_log(caplog):
     given = arguments("dpo", False, *make_vision("gemma3"), make=lambda seed: make_vision("gemma3")[0])
     make_trainer("dpo", "ours", **given, train_dataset=vision_pairs(4, 0), max_length=None)

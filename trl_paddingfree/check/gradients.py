@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -81,6 +81,8 @@ class RowsInTraining:
     narrow windows, the gradients of some tokens would otherwise nearly vanish.
     """
 
+    without_limits: ClassVar[Sequence[int]] = (1024,)  # tokens that a flat row exceeds if the model has no such limit
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -103,7 +105,7 @@ class RowsInTraining:
             if limit >= self.length
         )
         # Numbers of positions that a flat row can exceed within seconds
-        self.position_limits = [limit for limit in positions if limit < longest_flat]
+        self.position_limits = [limit for limit in positions if limit < longest_flat] or self.without_limits
         self.rows = probe.long_rows(model, self.length, draw)
         # Each token has its own weight in the losses; by default, a shared prefix counts in the first row only
         self.weights = torch.from_numpy(np.random.default_rng(draw).uniform(0.5, 1.5, (4, self.length - 1)))
@@ -198,14 +200,15 @@ class RowsInTraining:
             if failure := _wrong_tokens(found.at_tokens, expected.at_tokens, index, rows):
                 return Verdict(failure=failure)
         flat = in_rows(passes)
-        if is_first:
-            is_random = relative_error(passes[-1].log_probs, flat.log_probs) > self.unit
-            if failure := self._beyond_positions(batch.counts.computed, is_random):
-                return Verdict(failure=failure)
-            if is_random:
-                return Verdict(
-                    skipped="it draws at random in training (no gradient reaches another row)", notes=self.notes
-                )
+        is_random = relative_error(passes[-1].log_probs, flat.log_probs) > self.unit
+        if is_first and (failure := self._beyond_positions(batch.counts.computed, is_random)):
+            return Verdict(failure=failure)
+        if is_random:
+            return Verdict(
+                skipped="it draws at random in training, or keeps something of earlier calls (no gradient reaches "
+                "another row)",
+                notes=self.notes,
+            )
 
         def beside(values: Callable[[Pass], Values], **options: Any) -> Verdict:
             return compare(values(expected), values(flat), lambda: values(self.noise()), self.unit, **options)
@@ -229,7 +232,7 @@ class RowsInTraining:
                 answers = self.answers(probe.row_inputs(self.model, self.rows * copies, prefix_sharing=False))
             wrong = relative_error(answers.double().cpu(), self.alone.log_probs.repeat(copies, 1))
             if not is_random and not wrong <= HALF_DIGITS_FACTOR * self.unit**0.5:
-                return f"a flat row of more than the {limit} positions of its configuration is wrong by {wrong:.1e}"
+                return f"a flat row of more than {limit} tokens is wrong by {wrong:.1e}"
         return ""
 
 

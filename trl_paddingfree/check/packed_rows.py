@@ -145,6 +145,8 @@ class LongRows(RowsAlone):
 class PackedInTraining(RowsInTraining):
     """[`RowsInTraining`] for rows packed in any order: the model's input is searched for their tokens."""
 
+    without_limits = ()  # its rows are as long as is asked for
+
     @contextmanager
     def watched(self, inputs: Inputs) -> Iterator[list[torch.Tensor]]:
         if "flat_batch" not in inputs:
