@@ -84,7 +84,8 @@ class FlatCollator(DataCollatorMixin):
             )
         options: dict[str, Any] = {name: getattr(self, name) for name in self.padded_by}
         options |= {"prefix_sharing": self.prefix_sharing, "images": images}
-        if self.rotary_limit is not None and mask.size(1) >= self.rotary_limit:
+        longest = max(mask.size(1), options.get("pad_to_multiple_of") or 0)  # also of what pads the flat row
+        if self.rotary_limit is not None and longest >= self.rotary_limit:
             options["reach"] = mask.size(1)
         return FlatBatch.from_padded(rows["input_ids"], mask, self.row_labels(rows), **options)
 

@@ -143,16 +143,17 @@ class FlatBatch(HasTensors):
         lengths = list(map(len, tokens))
         width = max([width or 0, *lengths])
         tail = -len(flat) % pad_to_multiple_of if pad_to_multiple_of else 0
-        if reach is not None and reach <= max(lengths):
-            reach = None
-        if not filled or (reach and not tail):
+        extends = reach is not None and reach > max(lengths)
+        if not filled or (extends and not tail):
             tail = pad_to_multiple_of or 1  # even without rows: the model needs a token, and every rank must call it
         if tail:
             segments = segments.with_roots([tail])
             flat = np.append(flat, [pad_token_id] * tail)
         positions = segments.position_ids
-        if reach:
-            positions[-1] = reach - 1  # the last token is padding
+        if reach is not None:
+            positions = positions.clip(max=max(reach, *lengths) - 1)  # padding may be longer than any row
+            if extends:
+                positions[-1] = reach - 1  # the last token is padding
 
         row_mask = np.arange(width) < np.array(lengths)[:, None]
         row_index = np.zeros(row_mask.shape, np.int64)
