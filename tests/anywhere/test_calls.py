@@ -221,6 +221,12 @@ def test_outputs_that_a_call_declines_are_left_out_whatever_the_configuration_sa
     assert_is_flat(ours)
 
 
+@pytest.mark.parametrize("name", ["rwkv", "xlstm"])
+def test_states_of_layers_are_no_answers(name):
+    model, ours = both(name, use_cache=False)
+    assert_same_loss(model, ours, {name: x for name, x in rows("right").items() if name != "attention_mask"})
+
+
 def test_answers_as_tuples():
     model, ours = both()
     for each, given in (("forward", rows("right")), ("model", unlabelled())):

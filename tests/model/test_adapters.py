@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl.trainer.utils import add_fused_lm_head
@@ -32,7 +32,7 @@ def adapted(folder=None, once=True, **options):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=quantized)
     flat_model(model)
     torch.manual_seed(SEED)
-    peft_model = get_peft_model(model, lora(**options)).train()
+    peft_model = get_peft_model(model, options.get("peft_config") or lora(**options)).train()
     peft_model.enable_input_require_grads()
     if once:
         cast_inputs_once(peft_model, "cpu")
@@ -99,10 +99,11 @@ def test_without_autocast_inputs_are_cast_as_before(casts):
     ("options", "keeps"),
     [
         ({}, False),
+        ({"peft_config": AdaLoraConfig(total_step=9, tfinal=1, target_modules="all-linear")}, False),
         ({"use_dora": True}, True),  # it computes norms of weights in the dtype of the input
         ({"lora_dropout": 0.1}, True),  # on a CPU, its scale is rounded to the dtype of the input
     ],
-    ids=["lora", "dora", "dropout"],
+    ids=["lora", "adalora", "dora", "dropout"],
 )
 def test_layers_whose_results_would_change_keep_their_casts(casts, options, keeps):
     with torch.autocast(**BF16):

@@ -166,6 +166,8 @@ def test_frequencies_follow_the_longest_row_in_every_slice(kind, limit, attentio
 def test_the_mask_backend_and_layers_with_a_state_of_rows_cannot():
     flat = flat_model(make_model(vocab_size=96), backend="mask")
     assert "takes no keys of earlier slices" in why_not_in_slices(flat.model, flat.route, None)
+    flat = flat_model(tiny_model("opt", layerdrop=0.5))
+    assert "leaves out layers at random" in why_not_in_slices(flat.model, flat.route, None)
     flat = flat_model(tiny_model("lfm2"))
     assert "`sequence_parallel_size=2`" in why_not_in_slices(flat.model, flat.route, SimpleNamespace(size=2))
     flat = FlatModel.install(flat.model, replace(flat.route, states="rows"))

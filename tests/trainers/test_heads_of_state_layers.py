@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoModelForSequenceClassification
 
 from tests.helpers.architectures import tiny_config, tiny_model
@@ -65,3 +66,10 @@ def test_padding_on_the_left_reaches_no_layer_where_it_does_in_padded_trl(model_
     given = {**made("grpo", model_type), "peft_config": None}
     trainer = run("grpo", "shared", **given, train_dataset=prompts(16, SEED), steps=1).trainer
     assert_padding_on_the_left_changes_nothing(trainer)
+
+
+@pytest.mark.parametrize("model_type", ["minimax", "xlstm"])
+def test_rows_as_long_as_a_layer_has_heads(model_type):
+    """Weights or states `(rows, heads, ...)` of a group of rows then have the shape of its outputs."""
+    data = Dataset.from_list([{"input_ids": [*range(5, 5 + length)]} for length in (9, 4, 7, 12, 4, 11, 4, 15)])
+    compare("sft", lambda: arguments("sft", False, tiny_model(model_type)), data, ("flat",))

@@ -6,12 +6,15 @@ from unittest import mock
 import pytest
 import torch
 from datasets import Dataset
+from trl import GRPOTrainer
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import is_older
 from tests.helpers.flat_and_padded import assert_padding_on_the_left_changes_nothing
 from tests.helpers.tiny import ROUTED, SEED, WORDS, arguments, following_rotary, make_model, prompts, score
 from tests.runs import PER_MICRO_BATCH, assert_same, compare, make_trainer, run
+from trl_paddingfree import PaddingFreeGRPOTrainer
 from trl_paddingfree.model import flat_model
 from trl_paddingfree.model.attention import StandIn
 from trl_paddingfree.trainers.online import OnlineTrainer
@@ -35,6 +38,58 @@ def test_a_model_is_proven_beside_rows_where_it_has_trained_before(data, monkeyp
     monkeypatch.setattr(OnlineTrainer, "flatten", lambda *args: flattened(*args))
     make_trainer("grpo", "shared", **{**plain(), "model": model}, train_dataset=data)
     assert not flattened.called
+
+
+def test_a_trainer_of_trl_whose_constructor_passes_arguments_on(data):
+    class Own(PaddingFreeGRPOTrainer, GMPOTrainer):
+        trl_trainer = GMPOTrainer
+
+    def trained(trainer_class, layout):
+        given = {"trainer_class": trainer_class, "config_class": GMPOConfig, "train_dataset": data}
+        return run("grpo", layout, **given, **plain())
+
+    assert_same(trained(GMPOTrainer, "padded"), trained(Own, "ours"))
+
+
+def of_longer_rows(policy, model, inputs, ids, mask):
+    """Another pass, of rows that are longer, before the backward pass of the first."""
+    with torch.no_grad():
+        ids, mask = torch.cat([ids, ids[:, -12:]], 1), torch.cat([mask, 0 * mask[:, -12:]], 1)
+        policy._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].size(1) + 12)
+    return 0
+
+
+def without_mask(policy, model, inputs, ids, mask):
+    return model(input_ids=ids[:, -4:], labels=ids[:, -4:], fused_lm_head=True).log_probs.mean()
+
+
+def of_shifted_labels(policy, model, inputs, ids, mask):
+    labels = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)
+    return model(input_ids=ids, attention_mask=mask, shift_labels=labels, fused_lm_head=True).log_probs.mean()
+
+
+@pytest.mark.parametrize("more", [of_longer_rows, without_mask, of_shifted_labels])
+def test_a_loss_may_call_the_model_once_more(more):
+    rows = Dataset.from_list([{"prompt": " ".join(WORDS[i : i + 30])} for i in range(16)])
+
+    def with_more(base):
+        class Own(base):
+            def _compute_loss(self, model, inputs):
+                loss = super()._compute_loss(model, inputs)
+                ids, mask = (
+                    torch.cat([inputs[f"{x}_{y}"] for x in ("prompt", "completion")], 1) for y in ("ids", "mask")
+                )
+                return loss + more(self, model, inputs, ids, mask)
+
+        return Own
+
+    def trained(layout, trainer_class, **options):
+        given = {**with_lora(), "model": make_model(**following_rotary(24, "dynamic"))}
+        return run("grpo", layout, trainer_class=with_more(trainer_class), train_dataset=rows, **given, **options)
+
+    padded = trained("padded", GRPOTrainer)
+    for options in ({}, {"max_tokens_per_micro_batch": 9}):
+        assert_same(padded, trained("shared", PaddingFreeGRPOTrainer, **options))
 
 
 @pytest.mark.parametrize("task", ["grpo", "distillation"])

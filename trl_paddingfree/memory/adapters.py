@@ -30,7 +30,7 @@ def cast_inputs_once(model: torch.nn.Module, device_type: str) -> None:
     for layer in model.modules():
         if not isinstance(layer, LoraLayer) or layer.lora_variant or layer.cast_input_dtype_enabled is not True:
             continue
-        dtypes = {adapter.weight.dtype for adapter in layer.lora_A.values()}
+        dtypes = {p.dtype for p in layer.lora_A.parameters()}
         rates = [dropout.p for dropout in layer.lora_dropout.values() if isinstance(dropout, torch.nn.Dropout)]
         drops = device_type == "cpu" and any(rates)
         if dtypes == {torch.float32} and not drops and len(layer.active_adapters) == 1:

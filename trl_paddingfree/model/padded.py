@@ -19,7 +19,7 @@ from transformers.utils import logging
 from .. import upstream
 from ..flat.batch import FlatBatch, Inputs
 from .adapters import why_padded
-from .architecture import TYPE_ROWS, by_name, takes_images, wants
+from .architecture import CACHES, TYPE_ROWS, by_name, takes_images, wants
 from .attention import StandIn
 from .flat_model import FlatModel
 from .forward import flat_forward, flat_inputs, layout_arguments
@@ -117,7 +117,8 @@ class PaddedCalls(PaddedRows):
         if isinstance(outputs, tuple):  # asked for by `return_dict=False`
             outputs = self._in_rows(batch, "tuple", outputs)
         else:
-            outputs = type(outputs)(**{name: self._in_rows(batch, name, value) for name, value in outputs.items()})
+            named = {name: value for name, value in outputs.items() if name not in ("state", *CACHES)}  # of the layout
+            outputs = type(outputs)(**{name: self._in_rows(batch, name, value) for name, value in named.items()})
         return self._watched(outputs, places, is_flat=True)
 
     def _handed_on(self, inputs: Inputs) -> tuple[FlatBatch | None, Places | None]:

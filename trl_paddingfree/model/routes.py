@@ -157,6 +157,8 @@ def why_not_in_slices(model: PreTrainedModel, route: Route, group: SequenceGroup
     """Why a model cannot compute a flat batch in slices, one after another; empty if it can."""
     if route.backend not in ATTENTION_BACKENDS:
         return f"its attention is computed by {route}, which takes no keys of earlier slices"
+    if vars(model.config.get_text_config()).get("layerdrop"):
+        return "it leaves out layers at random (`layerdrop`), and other ones in each slice: set it to 0"
     if not carries_state(model):
         return ""
     if route.states != "tree" or repeats_prefixes(model):

@@ -149,6 +149,7 @@ def _decoder_in_slices(
     # `checkpoint` saves the random states of its arguments' devices, and the first slice gets no other tensors
     on_devices = tuple(torch.empty(0, device=device) for device in {p.device for p in decoder_of(model).parameters()})
     kept: list[Tensors] = []
+    rotary: list[tuple[object, str, object]] = []  # frequencies of this pass, which others may change
     outputs = []
 
     def compute(number: int, on_devices: Tensors, *earlier: Tensors) -> tuple[BaseModelOutput, Tensors]:
@@ -161,7 +162,7 @@ def _decoder_in_slices(
         mask = recursively_apply(carry.carried_by, masks, test_type=lambda mask: isinstance(mask, FlatMask))
         # Set here, because TRL may change it before the backward pass runs this again. A slice is checkpointed as a
         # whole, so its layers are not; and NEFTune's noise shrinks with the length of the axis
-        settings: list[tuple[object, str, object]] = [(layer, "gradient_checkpointing", False) for layer in layers]
+        settings = [*rotary, *((layer, "gradient_checkpointing", False) for layer in layers)]
         if noise is not None:
             share = (len(span) + carry.with_reach) / total
             settings.append((embeddings, NOISE, noise * math.sqrt(share)))
@@ -181,6 +182,9 @@ def _decoder_in_slices(
         kept.append(states)
         if not torch.is_grad_enabled():  # with gradients, autograd keeps all
             kept = [x if any(i in later.reads for later in slices[number + 1 :]) else () for i, x in enumerate(kept)]
+    for module in model.modules():
+        values = vars(module) | dict(module.named_buffers(recurse=False))
+        rotary += [(module, name, x) for name, x in values.items() if name.endswith(("inv_freq", "seq_len_cached"))]
     return _joined(sizes, outputs)
 
 

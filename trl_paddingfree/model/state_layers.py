@@ -284,7 +284,7 @@ def _join(outputs: Sequence[Any], rows: PathRows, state: Any) -> Any:
     first = outputs[0]
     if isinstance(first, tuple):
         return tuple(_join(parts, rows, state) for parts in zip(*outputs, strict=True))
-    if not isinstance(first, torch.Tensor) or first.shape[:2] != rows.shapes[0]:
+    if not isinstance(first, torch.Tensor) or any(x.shape[:2] != y for x, y in zip(outputs, rows.shapes, strict=True)):
         return state
     if rows.own is None:
         return first
