@@ -194,9 +194,9 @@ class CollatedTrainer(FlatTrainer):
         """
         owner = next(cls for cls in type(self).__mro__ if "part_sizes" in vars(cls))
         known = {*owner.__mro__, *(self.trl_trainer.__mro__ if owner is CollatedTrainer else ())}
-        places = {cls.__name__: vars(cls) for cls in type(self).__mro__ if cls not in known} | {"trainer": vars(self)}
+        places = [(cls.__name__, cls) for cls in type(self).__mro__ if cls not in known] + [("trainer", self)]
         names = ("compute_loss", "_compute_loss", "_prepare_inputs")
-        own = [f"`{place}.{name}` without `part_sizes`" for place in places for name in names if name in places[place]]
+        own = [f"`{place}.{name}` without `part_sizes`" for place, x in places for name in names if name in vars(x)]
         own += ["hooks on parameters"] * any(map(upstream.gradient_hooks, self.model.parameters()))
         return [*self.coupled_by(), *own]
 
