@@ -81,3 +81,8 @@ def test_what_takes_too_long_is_left_out_and_named(monkeypatch):
         "give `length` and `documents`",
     ):
         assert named in str(result)
+
+
+@pytest.mark.parametrize("name", ["codegen", "whisper"])
+def test_models_that_name_no_padding_token_or_their_limit_in_another_way_are_checked(name):
+    assert check_packed(tiny_model(name)).passed

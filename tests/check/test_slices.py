@@ -127,3 +127,15 @@ def test_the_check_leaves_a_model_and_what_is_drawn_as_they_were(make):
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in model.parameters())
     assert model.training == is_training
+
+
+def test_slices_that_keep_something_of_earlier_calls_do_not_count_as_random(monkeypatch):
+    joined, calls = slices._joined, []
+
+    def growing(sizes, outputs):
+        calls.append(1)
+        outputs[0].last_hidden_state = outputs[0].last_hidden_state * (1 + 0.1 * len(calls))
+        return joined(sizes, outputs)
+
+    monkeypatch.setattr(slices, "_joined", growing)
+    assert not check_slices(flat_model(make_model()), draw=SEED).passed

@@ -319,3 +319,26 @@ def test_rows_may_score_what_rows_with_the_same_start_do_not(task):
     }
     data, limit = Dataset.from_list(rows[task] * 4), {"max_tokens_per_micro_batch": 12}
     compare(task, partial(arguments, task, False), data, ours=limit, train_sampling_strategy="sequential")
+
+
+def test_a_class_that_says_how_parts_combine_may_have_linear_hooks(model_dir):
+    class Sizes:
+        def part_sizes(self, inputs):
+            return super().part_sizes(inputs)
+
+    class Own(Sizes, PaddingFreeSFTTrainer):
+        pass
+
+    def trained(layout, **options):
+        common = {"model": model_dir, "train_dataset": conversations(16, SEED), "per_device_train_batch_size": 8}
+        trainer = make_trainer("sft", layout, **common, **options)
+        trainer.model.lm_head.weight.register_hook(
+            lambda gradient: gradient * (torch.arange(len(gradient)) > 20)[:, None]
+        )
+        return train(trainer)
+
+    padded = trained("padded")
+    for options in ({"max_tokens_per_micro_batch": 60}, {"arrange_micro_batches": "tokens"}):
+        ours = trained("ours", trainer_class=Own, **options)
+        assert_same(padded, ours)
+        assert ours.trainer._adds_up

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -81,7 +81,7 @@ class RowsInTraining:
     narrow windows, the gradients of some tokens would otherwise nearly vanish.
     """
 
-    without_limits: ClassVar[Sequence[int]] = (1024,)  # tokens that a flat row exceeds if the model has no such limit
+    without_limits = [1024]  # tokens that a flat row exceeds if the model has no such limit
 
     def __init__(
         self,
@@ -188,6 +188,7 @@ class RowsInTraining:
             return Pass(passes[0].log_probs, of_rows, {name: x + other[name] for name, x in one.items()})
 
         passes = in_groups()
+        is_random = relative_error(passes[-1].log_probs, passes[0].log_probs) > self.unit
         expected = self.alone if is_first else in_rows(passes)
         if not is_first:
             if size is not None:
@@ -200,7 +201,6 @@ class RowsInTraining:
             if failure := _wrong_tokens(found.at_tokens, expected.at_tokens, index, rows):
                 return Verdict(failure=failure)
         flat = in_rows(passes)
-        is_random = relative_error(passes[-1].log_probs, flat.log_probs) > self.unit
         if is_first and (failure := self._beyond_positions(batch.counts.computed, is_random)):
             return Verdict(failure=failure)
         if is_random:

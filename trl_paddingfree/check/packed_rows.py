@@ -118,7 +118,8 @@ class LongRows(RowsAlone):
         self.rows = [rng.integers(0, self.vocab_size, n) for n in lengths]
         # Within a document, tokens by which a call may take it for padding, or for two documents
         longest = max(self.rows, key=len)
-        ends = [x for x in (config.pad_token_id, *np.atleast_1d(config.eos_token_id)) if x in range(self.vocab_size)]
+        pad, eos = (architecture.config_value(config, name) for name in ("pad_token_id", "eos_token_id"))
+        ends = [x for x in (pad, *np.atleast_1d(eos)) if x in range(self.vocab_size)]
         longest[1 : 1 + len(ends)] = ends
         with self.trying():
             self.alone = self.answers(self.rows)
@@ -145,7 +146,7 @@ class LongRows(RowsAlone):
 class PackedInTraining(RowsInTraining):
     """[`RowsInTraining`] for rows packed in any order: the model's input is searched for their tokens."""
 
-    without_limits = ()  # its rows are as long as is asked for
+    without_limits = []  # its rows are as long as is asked for
 
     @contextmanager
     def watched(self, inputs: Inputs) -> Iterator[list[torch.Tensor]]:

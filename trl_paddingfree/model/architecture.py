@@ -32,7 +32,8 @@ def wants(config: PreTrainedConfig, arguments: dict[str, Any], name: str) -> boo
 
 def position_limits(model: PreTrainedModel) -> list[int]:
     """Maximum number of positions in a row, one entry for each name under which this configuration states it."""
-    values = [config_value(model.config.get_text_config(), name) for name in ("max_position_embeddings", "max_seq_len")]
+    names = ("max_position_embeddings", "max_seq_len", "max_target_positions")
+    values = [config_value(model.config.get_text_config(), name) for name in names]
     return [value for value in values if isinstance(value, int) and value > 0]  # XLNet has -1 for no limit
 
 

@@ -149,7 +149,7 @@ def _decoder_in_slices(
     # `checkpoint` saves the random states of its arguments' devices, and the first slice gets no other tensors
     on_devices = tuple(torch.empty(0, device=device) for device in {p.device for p in decoder_of(model).parameters()})
     kept: list[Tensors] = []
-    rotary: list[tuple[object, str, object]] = []  # frequencies of this pass, which others may change
+    rotary: list = []  # frequencies of this pass, which others may change
     outputs = []
 
     def compute(number: int, on_devices: Tensors, *earlier: Tensors) -> tuple[BaseModelOutput, Tensors]:

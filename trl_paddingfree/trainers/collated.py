@@ -192,12 +192,15 @@ class CollatedTrainer(FlatTrainer):
         itself or of classes beyond the one whose `part_sizes` say how parts of it combine: it may then be any function
         of the micro-batch.
         """
-        owner = next(cls for cls in type(self).__mro__ if "part_sizes" in vars(cls))
-        known = {*owner.__mro__, *(self.trl_trainer.__mro__ if owner is CollatedTrainer else ())}
+        owners = [cls for cls in type(self).__mro__ if "part_sizes" in vars(cls)]
+        owners += [self.trl_trainer] * (owners == [CollatedTrainer])  # no one says how its parts combine
+        known = {base for cls in owners for base in cls.__mro__}
         places = [(cls.__name__, cls) for cls in type(self).__mro__ if cls not in known] + [("trainer", self)]
         names = ("compute_loss", "_compute_loss", "_prepare_inputs")
         own = [f"`{place}.{name}` without `part_sizes`" for place, x in places for name in names if name in vars(x)]
-        own += ["hooks on parameters"] * any(map(upstream.gradient_hooks, self.model.parameters()))
+        # A class of the user's own with `part_sizes` says that hooks are linear, and those of DeepSpeed are its own
+        if owners[0].__module__.startswith("trl_paddingfree.") and not self.is_deepspeed_enabled:
+            own += ["hooks on parameters"] * any(map(upstream.gradient_hooks, self.model.parameters()))
         return [*self.coupled_by(), *own]
 
     def refuse_small_budget(self, planner: MemoryPlanner) -> None:

@@ -70,7 +70,7 @@ def refuse_unflattenable(arguments: Arguments, task: Task, collator: type) -> No
 def refuse_adapters(models: Iterable[torch.nn.Module]) -> None:
     """Refuse models with adapters whose output for a token depends on other tokens."""
     if reason := why_padded(models):
-        raise ValueError(f"{reason}, or set `padding_free=False`.")
+        raise ValueError(f"{reason}, delete the adapter if nothing uses it, or set `padding_free=False`.")
 
 
 def _refuse_foreign_collator(data_collator: object, collator: type) -> None:

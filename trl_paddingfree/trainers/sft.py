@@ -77,11 +77,11 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
 
     def coupled_by(self) -> list[str]:
         # A user's own function may combine the rows of a micro-batch in any way
-        own = {
-            "compute_loss_func": callable(self.compute_loss_func),
-            "label_smoother": not isinstance(self.label_smoother, LabelSmoother | None),
-        }
-        reasons = [*(f"`{name}`" for name, is_own in own.items() if is_own), *super().coupled_by()]
+        reasons = super().coupled_by()
+        if callable(self.compute_loss_func):
+            reasons.append("`compute_loss_func`")
+        if not isinstance(self.label_smoother, LabelSmoother | None):
+            reasons.append("`label_smoother`")
         if (alpha := self.args.neftune_noise_alpha) is not None and self._cuts_packed:
             reasons.append(f"`neftune_noise_alpha={alpha}` and packing")  # noise scales with the packed row's length
         return reasons
