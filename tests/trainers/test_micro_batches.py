@@ -295,14 +295,17 @@ CHANGES = {
 }
 
 
+def trained_after(change, model_dir, layout, **options):
+    """A run of SFT whose trainer is changed before it trains."""
+    common = {"model": model_dir, "train_dataset": conversations(16, SEED), "per_device_train_batch_size": 8}
+    trainer = make_trainer("sft", layout, **common, **options)
+    change(trainer)
+    return train(trainer)
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_was_changed_since_the_trainer_was_made_counts(model_dir, change):
-    def trained(layout, **options):
-        common = {"model": model_dir, "train_dataset": conversations(16, SEED), "per_device_train_batch_size": 8}
-        trainer = make_trainer("sft", layout, **common, **options)
-        CHANGES[change](trainer)
-        return train(trainer)
-
+    trained = partial(trained_after, CHANGES[change], model_dir)
     assert_same(trained("padded"), trained("ours", max_tokens_per_micro_batch=60))
     with pytest.raises(ValueError, match=f"with {change}.* the loss of an example depends on the others"):
         trained("ours", arrange_micro_batches="tokens")
@@ -329,14 +332,10 @@ def test_a_class_that_says_how_parts_combine_may_have_linear_hooks(model_dir):
     class Own(Sizes, PaddingFreeSFTTrainer):
         pass
 
-    def trained(layout, **options):
-        common = {"model": model_dir, "train_dataset": conversations(16, SEED), "per_device_train_batch_size": 8}
-        trainer = make_trainer("sft", layout, **common, **options)
-        trainer.model.lm_head.weight.register_hook(
-            lambda gradient: gradient * (torch.arange(len(gradient)) > 20)[:, None]
-        )
-        return train(trainer)
+    def mask_gradient(trainer):
+        trainer.model.lm_head.weight.register_hook(lambda grad: grad * (torch.arange(len(grad)) > 20)[:, None])
 
+    trained = partial(trained_after, mask_gradient, model_dir)
     padded = trained("padded")
     for options in ({"max_tokens_per_micro_batch": 60}, {"arrange_micro_batches": "tokens"}):
         ours = trained("ours", trainer_class=Own, **options)

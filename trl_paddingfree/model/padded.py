@@ -117,8 +117,9 @@ class PaddedCalls(PaddedRows):
         if isinstance(outputs, tuple):  # asked for by `return_dict=False`
             outputs = self._in_rows(batch, "tuple", outputs)
         else:
-            named = {name: value for name, value in outputs.items() if name not in ("state", *CACHES)}  # of the layout
-            outputs = type(outputs)(**{name: self._in_rows(batch, name, value) for name, value in named.items()})
+            states = ("state", *CACHES)  # of the layout: they have no rows
+            in_rows = {name: self._in_rows(batch, name, x) for name, x in outputs.items() if name not in states}
+            outputs = type(outputs)(**in_rows)
         return self._watched(outputs, places, is_flat=True)
 
     def _handed_on(self, inputs: Inputs) -> tuple[FlatBatch | None, Places | None]:

@@ -182,7 +182,7 @@ def _decoder_in_slices(
         kept.append(states)
         if not torch.is_grad_enabled():  # with gradients, autograd keeps all
             kept = [x if any(i in later.reads for later in slices[number + 1 :]) else () for i, x in enumerate(kept)]
-    for module in model.modules():
+    for module in model.modules() if torch.is_grad_enabled() else ():  # only these passes are computed again
         values = vars(module) | dict(module.named_buffers(recurse=False))
         rotary += [(module, name, x) for name, x in values.items() if name.endswith(("inv_freq", "seq_len_cached"))]
     return _joined(sizes, outputs)
