@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from .versions import naming_versions
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
 
 # Imported on first use: `import trl_paddingfree` costs nothing and changes nothing
 _MODULES = {
