@@ -63,17 +63,20 @@ def balance(costs: Sequence[float] | np.ndarray, num_bins: int) -> list[list[int
     >>> balance([9, 7, 4, 3, 2, 1], num_bins=3)
     [[0, 5], [1, 4], [2, 3]]
     """
-    heap = []
-    for tie, items in enumerate(np.argsort(costs, kind="stable")[::-1].reshape(-1, num_bins).tolist()):
-        bins = [(float(costs[item]), [item]) for item in items]
-        heap.append((bins[-1][0] - bins[0][0], tie, bins))
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        (_, tie, ours), (_, _, theirs) = heapq.heappop(heap), heapq.heappop(heap)
-        merged = [(a + b, x + y) for (a, x), (b, y) in zip(ours, reversed(theirs), strict=True)]
-        merged.sort(key=lambda entry: -entry[0])
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], tie, merged))
-    return [items for _, items in heap[0][2]]
+    by_cost = np.argsort(costs, kind="stable")[::-1].reshape(-1, num_bins).tolist()
+    solutions = [[(float(costs[item]), [item]) for item in items] for items in by_cost]
+
+    def spread(number):
+        bins = solutions[number]
+        return bins[0][0] - bins[-1][0]
+
+    while len(solutions) > 1:
+        widest, next_widest = heapq.nlargest(2, range(len(solutions)), key=spread)
+        pairs = zip(solutions[widest], reversed(solutions[next_widest]), strict=True)
+        merged = [(a + b, x + y) for (a, x), (b, y) in pairs]
+        solutions[widest] = sorted(merged, key=lambda entry: -entry[0])
+        del solutions[next_widest]
+    return [items for _, items in solutions[0]]
 
 
 def by_tokens(
