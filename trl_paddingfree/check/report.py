@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
 from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path
@@ -64,8 +63,7 @@ def as_dict(result: CheckResult) -> dict[str, object]:
 
 def load_model(name: str, dtype: str, attn_implementation: str | None) -> PreTrainedModel:
     """Load a model as TRL's trainers do, with TRL's fused LM head, on the GPU if there is one."""
-    options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    model = create_model_from_path(name, dtype=dtype, **options)
+    model = create_model_from_path(name, dtype=dtype, attn_implementation=attn_implementation)
     add_fused_lm_head(model)
     return model
 
