@@ -169,8 +169,9 @@ class _CallWithRows:
         calls.with_left_padding = calls.with_routers = calls.with_labels = True  # whatever an earlier check has found
         rows, half_digits = check_rows(config.vocab_size, draw=0), rounding_unit(self.base) ** 0.5
         right = row_inputs(self.base, rows)
-        columns, lengths = torch.arange(right["input_ids"].size(1)), torch.tensor(list(map(len, rows)))[:, None]
-        order = ((columns + lengths) % len(columns)).to(right["input_ids"].device)
+        lengths = right["attention_mask"].sum(1, keepdim=True)
+        width = int(lengths.max())
+        order = (torch.arange(width, device=lengths.device) + lengths) % width
         left = {name: x.gather(1, order) if torch.is_tensor(x) else x for name, x in right.items()}
         if not pooled:  # without the first token of each row, which padding would predict
             mask = left["attention_mask"].bool()
@@ -183,7 +184,7 @@ class _CallWithRows:
         calls.with_left_padding = root_mean_square(flat - padded) <= tolerance
         if architecture.config_value(config, "output_router_logits") is not None:
             # Far more padding than tokens: a router loss that counts padding differs by more than rounding
-            wide = {**row_inputs(self.base, rows, 4 * len(columns)), "output_router_logits": True}
+            wide = {**row_inputs(self.base, rows, 4 * width), "output_router_logits": True}
             flat, padded = (x.output.get("aux_loss") for x in self.both(wide))
             calls.with_routers = flat is None or relative_error(flat, padded) <= half_digits
         if not pooled and "labels" in inspect.signature(self.base.forward).parameters:
