@@ -72,8 +72,8 @@ def split_turns(dataset: AnyDataset, seed: int | None = None, num_proc: int | No
     if dataset.features is not None:  # else the first batch sets types: no tool calls there, none later
         types = {column: dataset.features[column] for column in kept} | dict.fromkeys(NEW, dataset.features["messages"])
         options["features"] = Features(types | {INDEX: Value("int64")})
-    options["remove_columns"] = [column for column in columns if column in ("messages", "conversations")]
-    turns = dataset.map(_cut, batched=True, with_indices=True, fn_kwargs={"kept": kept}, **options)
+    options |= {"remove_columns": columns, "fn_kwargs": {"kept": kept}}  # the new rows bring those that are kept
+    turns = dataset.map(_cut, batched=True, with_indices=True, **options)
     if not is_stream:
         indices = turns.select_columns([INDEX]).with_format("arrow")[:][INDEX].to_numpy()
         _report_lost(dataset, len(np.unique(indices)))
