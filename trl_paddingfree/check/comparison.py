@@ -1,7 +1,7 @@
 """Compares what a model computes in two ways, and tells rounding from mistakes."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -121,11 +121,6 @@ def compare(
         noises = filter(math.isfinite, errors(noise()).values())
         tolerance = max(tolerance, min(NOISE_FACTOR * max(noises, default=0.0), most))
     return Verdict(error, worst, tolerance)
-
-
-def worst_of(verdicts: Iterable[Verdict]) -> Verdict:
-    """The verdict furthest from passing, or closest to its tolerance."""
-    return max(verdicts, key=lambda x: (math.isnan(x.error), x.error / x.tolerance))
 
 
 def root_mean_square(x: torch.Tensor) -> float:

@@ -28,7 +28,7 @@ from ..model import architecture
 from ..model.flat_model import FlatModel
 from ..model.forward import is_pooled
 from . import probe
-from .comparison import HALF_DIGITS_FACTOR, NOISE_FACTOR, Values, Verdict, compare, relative_error, worst_of
+from .comparison import HALF_DIGITS_FACTOR, NOISE_FACTOR, Values, Verdict, compare, relative_error
 from .training import (
     as_in_training,
     as_it_answers,
@@ -220,7 +220,8 @@ class RowsInTraining:
             if not is_first and vars(self.model).get("is_quantized"):
                 least = math.inf  # for the few tokens of a slice, some use kernels that round more
             verdicts.append(beside(Pass.answers, least=least))
-        return replace(worst_of(verdicts), notes=self.notes)
+        worst = max(verdicts, key=lambda x: (math.isnan(x.error), x.error / x.tolerance))
+        return replace(worst, notes=self.notes)
 
     def _beyond_positions(self, computed: int, is_random: bool) -> str:
         """What is wrong with a flat row that exceeds the model's position limits, in words; empty if nothing is."""
