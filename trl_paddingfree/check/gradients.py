@@ -60,16 +60,13 @@ class Pass(NamedTuple):
 
     log_probs: torch.Tensor  # (R, L-1)
     at_tokens: torch.Tensor  # (R, L, D) at the embeddings, or (1, T, D) of a flat batch
-    of_parameters: Values
+    of_weights: Values
 
     def answers(self) -> Values:
         return {"answers on long rows": self.log_probs}
 
     def of_rows(self) -> Values:
         return {f"gradients of row {i}": x for i, x in enumerate(self.at_tokens)}
-
-    def of_weights(self) -> Values:
-        return {f"gradients of `{name}`": x for name, x in self.of_parameters.items()}
 
 
 class RowsInTraining:
@@ -164,8 +161,9 @@ class RowsInTraining:
         if batch is not None and (group := FlatModel.group_of(self.model)) is not None:
             gradients = group.whole_gradients([at_tokens, *parameters], gradients, batch)
         at_tokens, *others = [torch.zeros(()) if x is None else x.detach() for x in gradients]
-        of_parameters = {name: _sketch(x).cpu() for name, x in zip(self.parameters, others, strict=True)}
-        return Pass(log_probs.detach().double().cpu(), at_tokens.double().cpu(), of_parameters)
+        names = (f"gradients of `{name}`" for name in self.parameters)
+        of_weights = {name: _sketch(x).cpu() for name, x in zip(names, others, strict=True)}
+        return Pass(log_probs.detach().double().cpu(), at_tokens.double().cpu(), of_weights)
 
     def compare(self, prefix_sharing: bool, size: int | None = None, is_compiled: bool = False) -> Verdict:
         """
@@ -184,7 +182,7 @@ class RowsInTraining:
             if not self.trains:
                 return passes[0]
             of_rows = torch.stack([passes[i % 2].at_tokens[0, places] for i, places in enumerate(index)])
-            one, other = (each.of_parameters for each in passes)
+            one, other = (each.of_weights for each in passes)
             return Pass(passes[0].log_probs, of_rows, {name: x + other[name] for name, x in one.items()})
 
         passes = in_groups()
@@ -213,7 +211,7 @@ class RowsInTraining:
         def beside(values: Callable[[Pass], Values], **options: Any) -> Verdict:
             return compare(values(expected), values(flat), lambda: values(self.noise()), self.unit, **options)
 
-        verdicts = [beside(Pass.of_rows), beside(Pass.of_weights, of_parameters=True)] if self.trains else []
+        verdicts = [beside(Pass.of_rows), beside(lambda x: x.of_weights, of_parameters=True)] if self.trains else []
         if not self.trains or not is_first:
             # A pooled head gives one number per row: with so few, noise may be near zero by chance
             least = max(NOISE_FACTOR * self.unit * (NOISE_FACTOR if is_pooled(self.model) else 1), _LEAST_MISTAKE)
