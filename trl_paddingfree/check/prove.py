@@ -35,6 +35,9 @@ from .training import raise_if_others_wait
 # does not recur with other tokens; a mistake does
 DRAWS_IN_LOW_PRECISION = 3
 
+Agree = Callable[[bool], bool]  # tells whether a verdict is true on all processes
+Tell = Callable[[str], None]  # gets each step of the check, in words, before it starts
+
 
 @dataclass(frozen=True)
 class CheckResult:
@@ -126,7 +129,7 @@ def check_flat(
     route: Route,
     reference: RowsAlone | None = None,
     in_training: Callable[[], RowsInTraining] | None = None,
-    agree: Callable[[bool], bool] = bool,
+    agree: Agree = bool,
 ) -> CheckResult:
     """
     Compare what `model` computes for a flat batch, by `route`, with what it computes for the rows one by one. Leaves
@@ -148,10 +151,7 @@ def check_flat(
 
 
 def compare_rows(
-    route: Route,
-    reference: RowsAlone,
-    in_training: Callable[[], RowsInTraining] | None = None,
-    agree: Callable[[bool], bool] = bool,
+    route: Route, reference: RowsAlone, in_training: Callable[[], RowsInTraining] | None = None, agree: Agree = bool
 ) -> CheckResult:
     """[`check_flat`] on the rows of `reference`, with whatever computes its model's flat batches now."""
     with reference.trying():
@@ -237,10 +237,10 @@ def prove(
     *,
     fallback: bool = True,
     call: Call | None = None,
-    agree: Callable[[bool], bool] = bool,
+    agree: Agree = bool,
     trains: bool = True,
     no_gradients: str = "",
-    tell: Callable[[str], None] = lambda doing: None,
+    tell: Tell = lambda doing: None,
 ) -> tuple[CheckResult, list[CheckResult]]:
     """
     Find and install the first exact route. Returns the result that passed, and those that failed before it.

@@ -2,7 +2,6 @@
 
 import gc
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -15,7 +14,7 @@ from ..model.routes import choose_route, routes_to_try
 from .gradients import RowsInTraining
 from .machine import flash_implementations
 from .probe import RowsAlone
-from .prove import CheckResult, UnprovenModelError, check_flat, prove
+from .prove import CheckResult, Tell, UnprovenModelError, check_flat, prove
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def load_model(name: str, dtype: str, attn_implementation: str | None) -> PreTra
     return model
 
 
-def try_backends(model: PreTrainedModel, tell: Callable[[str], None]) -> dict[str, tuple[list[CheckResult], str]]:
+def try_backends(model: PreTrainedModel, tell: Tell) -> dict[str, tuple[list[CheckResult], str]]:
     """By backend, fastest first: what the check found with and without shared prefixes, or why it cannot run."""
     reference, in_training = RowsAlone(model), cache(partial(RowsInTraining, model))
     by_backend: dict[str, tuple[list[CheckResult], str]] = {}
@@ -86,7 +85,7 @@ def try_backends(model: PreTrainedModel, tell: Callable[[str], None]) -> dict[st
     return by_backend
 
 
-def check_model(name: str, dtype: str, attn_implementation: str | None, tell: Callable[[str], None]) -> ModelReport:
+def check_model(name: str, dtype: str, attn_implementation: str | None, tell: Tell) -> ModelReport:
     """
     Run the start-up check on a causal language model or a reward model with every backend that this machine offers
     and, unless an `attn_implementation` is given, every installed flash attention package. `tell` is called with each

@@ -1,6 +1,5 @@
 """The start-up check of slices and of compiled code: a flat batch against the same one computed whole and eager."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ from ..model.flat_model import FlatModel
 from . import probe
 from .comparison import Verdict
 from .gradients import RowsInTraining
-from .prove import UnprovenModelError, draws_of
+from .prove import Agree, UnprovenModelError, draws_of
 
 # Tokens of a slice: with these, some cuts lie within prefixes, and some within what follows them
 _SIZE = 45
@@ -49,7 +48,7 @@ def prove_slices(
     *,
     skipped: str = "",
     is_compiled: bool = False,
-    agree: Callable[[bool], bool] = bool,
+    agree: Agree = bool,
 ) -> Verdict:
     """
     What [`check_slices`] finds in the first of a few draws that passes on all processes, as `agree` tells.

@@ -4,7 +4,7 @@ The figures are those of [`~trl_paddingfree.check.prove`]. Here, `leak` is how m
 rows are inverted, and `effect` how much they move when their *own* are.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ..check.comparison import NOISE_FACTOR
 from ..check.probe import Call, Rows, RowsAlone, largest_difference, undisturbed
-from ..check.prove import CheckResult, UnprovenModelError, check_flat
+from ..check.prove import Agree, CheckResult, UnprovenModelError, check_flat
 from ..check.training import moved_off_zero
 from ..data.lengths import Example
 from ..flat.batch import IGNORE_INDEX, Inputs
@@ -139,7 +139,7 @@ def prove_images(
     examples: ImageProbe,
     *,
     call: Call | None = None,
-    agree: Callable[[bool], bool] = bool,
+    agree: Agree = bool,
 ) -> CheckResult:
     """Prove images on a `route` that is exact on text or, failing that, on the same route without shared prefixes."""
     reference = ImagesAlone(model, examples, call)
