@@ -16,6 +16,9 @@ from .machine import flash_implementations
 from .probe import RowsAlone
 from .prove import CheckResult, Tell, UnprovenModelError, check_flat, prove
 
+# By backend, fastest first: what the check found with and without shared prefixes, or why it cannot run
+Backends = dict[str, tuple[list[CheckResult], str]]
+
 
 @dataclass(frozen=True)
 class ModelReport:
@@ -25,7 +28,7 @@ class ModelReport:
     device: str
     dtype: str
     attn_implementation: str
-    backends: dict[str, tuple[list[CheckResult], str]]  # see [`try_backends`]
+    backends: Backends
     chosen: CheckResult | None = None  # by the route that a trainer would take; `None` if it would refuse the model
     refusal: str = ""  # the error that it would raise then
 
@@ -67,10 +70,10 @@ def load_model(name: str, dtype: str, attn_implementation: str | None) -> PreTra
     return model
 
 
-def try_backends(model: PreTrainedModel, tell: Tell) -> dict[str, tuple[list[CheckResult], str]]:
-    """By backend, fastest first: what the check found with and without shared prefixes, or why it cannot run."""
+def try_backends(model: PreTrainedModel, tell: Tell) -> Backends:
+    """What the check finds with every backend."""
     reference, in_training = RowsAlone(model), cache(partial(RowsInTraining, model))
-    by_backend: dict[str, tuple[list[CheckResult], str]] = {}
+    by_backend: Backends = {}
     for backend in BACKENDS:
         results = []
         try:
