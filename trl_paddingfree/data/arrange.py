@@ -14,6 +14,9 @@ import torch
 from datasets import Dataset
 from torch.utils.data import Sampler
 
+Arrange = Callable[[list[int]], list[int]]  # puts the examples of a step, by index, into another order
+Costs = Sequence[float] | np.ndarray  # one for each example
+
 
 @dataclass(eq=False)
 class StepSampler(Sampler[int]):
@@ -26,7 +29,7 @@ class StepSampler(Sampler[int]):
 
     sampler: Sampler | Sequence[int]
     step_size: int
-    arrange: Callable[[list[int]], list[int]]
+    arrange: Arrange
     keeps_first: bool = False
 
     def __iter__(self) -> Iterator[int]:
@@ -53,7 +56,7 @@ class StepSampler(Sampler[int]):
             self.sampler.set_epoch(epoch)
 
 
-def balance(costs: Sequence[float] | np.ndarray, num_bins: int) -> list[list[int]]:
+def balance(costs: Costs, num_bins: int) -> list[list[int]]:
     """
     Split items into `num_bins` bins of equal size and about equal cost, most costly bin first.
 
@@ -79,9 +82,7 @@ def balance(costs: Sequence[float] | np.ndarray, num_bins: int) -> list[list[int
     return [items for _, items in solutions[0]]
 
 
-def by_tokens(
-    costs: Sequence[float] | np.ndarray, batch_size: int, num_processes: int
-) -> Callable[[list[int]], list[int]]:
+def by_tokens(costs: Costs, batch_size: int, num_processes: int) -> Arrange:
     """A function that arranges a step so that micro-batches, and processes, have about equal work: sums of `costs`."""
 
     def arrange(step):
@@ -95,7 +96,7 @@ def by_tokens(
     return arrange
 
 
-def by_prefix(dataset: Dataset, column: str) -> Callable[[list[int]], list[int]]:
+def by_prefix(dataset: Dataset, column: str) -> Arrange:
     """
     A function that arranges a step so that examples with a common prefix of token ids in `column` are adjacent. Only
     the examples of the step are read.
