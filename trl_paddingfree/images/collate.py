@@ -1,6 +1,6 @@
 """Collators of images and text: TRL's rows and their flat batch, with each image processed once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from ..data.rows import CollatedRows
 from ..flat.batch import Inputs
 from ..model.architecture import TYPE_ROWS
 from ..model.edits import EditedRowsError
-from .cuts import IMAGE_ARGUMENTS, entries_of, equal_images, numbered, row_cuts
+from .cuts import IMAGE_ARGUMENTS, Cuts, entries_of, equal_images, numbered, row_cuts
 from .examples import images_of
 from .rows import RowImages, VisionRules
 
@@ -130,7 +130,7 @@ class CollatedImageRows(CollatedRows):
     examples: Sequence[Example]  # processed again if the images of some cannot be cut out of the batch
     sources: Sequence[int]  # the source of each example, numbered in order; equal images share one
     # How many entries each source has in each argument that belongs to images; `None` if unknown
-    cuts: Mapping[str, Sequence[int]] | None = None
+    cuts: Cuts | None = None
     names: Sequence[str] = ()  # of what belongs to images
 
     def with_images(self, rows: Inputs, examples: Sequence[Example], sources: Sequence[int]) -> "CollatedImageRows":
@@ -171,7 +171,7 @@ def of_images(rows: Inputs) -> Inputs:
     return {name: value for name, value in rows.items() if name not in _ROWS}
 
 
-def example_cuts(images: Inputs, num_images: Sequence[int], tokens: Sequence[int]) -> dict[str, list[int]] | None:
+def example_cuts(images: Inputs, num_images: Sequence[int], tokens: Sequence[int]) -> Cuts | None:
     """
     How many entries each example has in each of `images`, by name, from its numbers of images and placeholders
     (`tokens`). `None` if the lengths do not tell, so that the images have to be processed again.

@@ -18,6 +18,8 @@ IMAGE_ARGUMENTS = (
     "spatial_shapes",
 )
 COUNTS = ("num_images", "num_tiles")
+# How many entries each row, or each example, has in each argument with images
+Cuts = Mapping[str, Sequence[int]]
 
 
 def split_by_row(batch: Inputs) -> Inputs:
@@ -27,7 +29,7 @@ def split_by_row(batch: Inputs) -> Inputs:
     return batch if is_stacked else split_pixel_values_by_grid(batch)
 
 
-def row_cuts(arguments: Inputs) -> dict[str, list[int]]:
+def row_cuts(arguments: Inputs) -> Cuts:
     """How many entries each row has in each image argument, as TRL splits them by `num_images`."""
     num_rows, cuts = len(arguments["num_images"]), {}
     for name, value in split_by_row(arguments).items():
@@ -64,7 +66,7 @@ def numbered(keys: Sequence[int]) -> tuple[list[int], list[int]]:
     return list(map(different.index, keys)), different
 
 
-def equal_images(arguments: Mapping[str, torch.Tensor], cuts: Mapping[str, Sequence[int]]) -> list[int]:
+def equal_images(arguments: Mapping[str, torch.Tensor], cuts: Cuts) -> list[int]:
     """
     For each row, the first row with equal images, which may be itself. Synchronizes with the device, once more for each
     row whose images look like those of another.

@@ -8,7 +8,7 @@ import torch
 from trl.trainer.utils import split_tensor_dict, unsplit_pixel_values_by_grid
 
 from ..flat.batch import Inputs
-from .cuts import COUNTS, IMAGE_ARGUMENTS, entries_of, equal_images, numbered, row_cuts, split_by_row
+from .cuts import COUNTS, IMAGE_ARGUMENTS, Cuts, entries_of, equal_images, numbered, row_cuts, split_by_row
 from .rows import RowImages, VisionRules
 
 
@@ -17,7 +17,7 @@ class GeneratedImages:
     """The images of all rows of a pass. Each call of the model takes those of the next rows."""
 
     num_images: list[int]  # of each row
-    cuts: dict[str, list[int]]  # how many entries each row has in each argument
+    cuts: Cuts
     firsts: list[int]  # for each row, the first with equal images
     pixels_per_entry: int
     grids: torch.Tensor | None = None  # of all images, (images, 3) int64, on the CPU, if they have any
