@@ -23,6 +23,8 @@ from ..model.restored import attributes_set
 # As models return them: one tensor for all images, or one for each
 Features = torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...]
 
+Arrays = Sequence[np.ndarray]  # one for each row
+
 
 def mismatch(found: str) -> ValueError:
     """The error for rows whose placeholders and images differ in number."""
@@ -62,7 +64,7 @@ class RowImages:
     kept: tuple[tuple[str, torch.Tensor], ...] = ()
     num_pixels: int = 0  # how many pixel values the vision tower gets for the sources
 
-    def firsts(self, rows: Sequence[np.ndarray]) -> np.ndarray:
+    def firsts(self, rows: Arrays) -> np.ndarray:
         """
         `(S+1,)` int64: where the features of each source begin, one per placeholder. Refuses rows of one source with
         different numbers of placeholders.
@@ -73,12 +75,12 @@ class RowImages:
             raise mismatch(f"tokens of rows, of which some have the same images: {counts}")
         return np.cumsum([0, *of_source.values()])
 
-    def identities(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def identities(self, rows: Arrays) -> list[np.ndarray]:
         """`R` int64 arrays by which rows are compared: tokens, and `-1 - f` for the placeholder of feature `f`."""
         of_rows = zip(rows, self.firsts(rows)[list(self.sources)], strict=True)
         return [np.where(mask := row == self.rules.token_id, -first - np.cumsum(mask), row) for row, first in of_rows]
 
-    def counted(self, rows: Sequence[np.ndarray], firsts: np.ndarray) -> dict[str, torch.Tensor]:
+    def counted(self, rows: Arrays, firsts: np.ndarray) -> dict[str, torch.Tensor]:
         """Arguments of `get_rope_index`, with which a model counts positions: right-padded rows, and their grids."""
         if self.grids is None or not self.rules.patches:
             return {}
@@ -94,7 +96,7 @@ class RowImages:
             "image_grid_thw": torch.cat([self.grids[cuts[source] : cuts[source + 1]] for source in self.sources]),
         }
 
-    def blocks(self, rows: Sequence[np.ndarray], paths: Sequence[np.ndarray], size: int) -> np.ndarray | None:
+    def blocks(self, rows: Arrays, paths: Arrays, size: int) -> np.ndarray | None:
         """`(size,)` int64: the image block of each flat token, or -1; `None` if the model has no such blocks."""
         if not self.rules.has_blocks:
             return None
@@ -112,7 +114,7 @@ class RowImages:
             flat[path[inside]] = path[begins][numbers]  # the place of its first token, the same in rows that share it
         return flat
 
-    def flat(self, rows: Sequence[np.ndarray], paths: Sequence[np.ndarray], tokens: np.ndarray) -> "FlatImages":
+    def flat(self, rows: Arrays, paths: Arrays, tokens: np.ndarray) -> "FlatImages":
         """The images of a flat batch, from the identities of its `tokens`; `paths` has each row's places among them."""
         index, firsts = -1 - tokens[tokens < 0], self.firsts(rows)
         return FlatImages(
