@@ -90,7 +90,7 @@ def train_all(args: argparse.Namespace, console: Console) -> tuple[str, Any, dic
     return task, trainers[OURS], {name: runs[name] for name in LABELS}
 
 
-def summarize(task: str, trainer: Any, runs: dict[str, Figures]) -> dict[str, Any]:
+def summarize(task: str, trainer: Any, runs: dict[str, Figures]) -> Figures:
     """What the comparison found, as plain numbers for JSON."""
     counts, on_cpu = trainer.total_counts(), not has_accelerator()
     both = {name: {run: figures[name] for run, figures in runs.items()} for name in runs[OURS]}
@@ -116,7 +116,7 @@ def summarize(task: str, trainer: Any, runs: dict[str, Figures]) -> dict[str, An
     }
 
 
-def tells_memory(summary: dict[str, Any]) -> bool:
+def tells_memory(summary: Figures) -> bool:
     """Whether the memory of the runs differs by more than noise."""
     padded, ours = summary["peak_memory_gib"].values()
     return abs(padded - ours) > summary["memory_noise_gib"]
@@ -133,7 +133,7 @@ def faster(padded: float, ours: float) -> str:
     return f"{padded / ours:.1f}x faster" if padded >= ours else f"{ours / padded:.1f}x slower"
 
 
-def print_summary(summary: dict[str, Any], console: Console) -> None:
+def print_summary(summary: Figures, console: Console) -> None:
     """The comparison as a table."""
     title = f"{summary['task'].upper()}, {summary['steps']} steps on the same batches"
     rows = []
@@ -157,7 +157,7 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
         console.print("Time on cores leaves out what other processes on this machine took.")
 
 
-def draw(runs: dict[str, Figures], summary: dict[str, Any], path: Path) -> None:
+def draw(runs: dict[str, Figures], summary: Figures, path: Path) -> None:
     """Plot the losses of both runs, and their figures side by side, relative to padded TRL."""
     figures = {"time, s": summary["seconds"], "tokens": summary["tokens_computed"]}
     if tells_memory(summary):

@@ -23,7 +23,7 @@ ON_CPU = {"use_cpu": True, "bf16": False, "dataloader_pin_memory": False}
 SAMPLE_SECONDS = 0.002
 
 
-Figures = dict[str, Any]  # of a run, by name
+Figures = dict[str, Any]  # of one run, or of both, by name
 
 
 def classes_of(task: str, ours: bool) -> tuple[Any, Any]:
