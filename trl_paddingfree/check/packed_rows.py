@@ -16,7 +16,18 @@ from ..model.flat_model import FlatModel
 from .anywhere import log_probs_of
 from .comparison import relative_error, root_mean_square
 from .gradients import RowsInTraining
-from .probe import Call, Rows, RowsAlone, Trying, check_rows, largest_difference, rounding_unit, row_inputs, undisturbed
+from .probe import (
+    Call,
+    Rows,
+    RowsAlone,
+    Trying,
+    Variants,
+    check_rows,
+    largest_difference,
+    rounding_unit,
+    row_inputs,
+    undisturbed,
+)
 
 # A function that takes rows, each `(n,)` int64, and returns the logits of each, `(n, vocabulary)`
 PackedCall = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
@@ -135,7 +146,7 @@ class LongRows(RowsAlone):
             found = super().answers(rows, prefix_sharing=prefix_sharing)
         return [x.detach() for x in found]
 
-    def changed(self) -> list[tuple[Rows, list[int]]]:
+    def changed(self) -> Variants:
         return [
             ([self._replaced(row) if i % 2 == kept else row for i, row in enumerate(self.rows)],
              [*range(1 - kept, len(self.rows), 2)])

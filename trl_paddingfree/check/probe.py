@@ -35,6 +35,7 @@ _NARROW = 8
 Call = Callable[..., Any]
 Trying = Callable[[], AbstractContextManager[None]]
 Rows = Sequence[Any]  # arrays of token ids, or names of examples with images
+Variants = list[tuple[Rows, list[int]]]  # with the indices of the rows that stay as they are
 
 
 @contextmanager
@@ -222,8 +223,8 @@ class RowsAlone:
     def _replaced(self, tokens: np.ndarray) -> np.ndarray:
         return (tokens + 1) % self.vocab_size
 
-    def changed(self) -> list[tuple[Rows, list[int]]]:
-        """Variants of the rows with other tokens in some of them, and the indices of those that stay as they are."""
+    def changed(self) -> Variants:
+        """Variants of the rows with other tokens in some of them."""
         a, b, c, d = self.rows
         return [
             ([a, self._replaced(b), np.append(c[:9], self._replaced(c[9:])), d], [0, 3]),

@@ -15,7 +15,7 @@ from accelerate.utils import send_to_device
 from transformers import PreTrainedModel
 
 from ..check.comparison import NOISE_FACTOR
-from ..check.probe import Call, Rows, RowsAlone, largest_difference, undisturbed
+from ..check.probe import Call, Rows, RowsAlone, Variants, largest_difference, undisturbed
 from ..check.prove import Agree, CheckResult, UnprovenModelError, check_flat
 from ..check.training import moved_off_zero
 from ..data.lengths import Example
@@ -114,11 +114,11 @@ class ImagesAlone(RowsAlone):
         of_rows = [row[mask] for row, mask in zip(output, batch["labels"][:, 1:] != IGNORE_INDEX, strict=True)]
         return [torch.cat(of_rows[i :: len(rows)]) for i in range(len(rows))]
 
-    def changed(self) -> list[tuple[Rows, list[int]]]:
+    def changed(self) -> Variants:
         first, other = self.rows[:2]
-        found = []
+        found: Variants = []
         for changed in ({first: other, other: first}, {"second": "second, inverted"}):
-            names: Rows = [changed.get(name, name) for name in self.rows]
+            names = [changed.get(name, name) for name in self.rows]
             staying = [i for i, name in enumerate(self.rows) if name not in changed]
             if 0 < len(staying) < len(names):
                 found.append((names, staying))
