@@ -20,7 +20,7 @@ from tests.helpers.tiny import DTYPES, SEED, SHARING, make_model
 from trl_paddingfree.check import training
 from trl_paddingfree.check.gradients import RowsInTraining, check_gradients
 from trl_paddingfree.check.probe import rounding_unit
-from trl_paddingfree.check.progress import Progress
+from trl_paddingfree.check.progress import announced_after
 from trl_paddingfree.check.prove import UnprovenModelError, check_flat, prove
 from trl_paddingfree.check.training import as_in_training, moved_off_zero
 from trl_paddingfree.flat.batch import FlatBatch
@@ -412,13 +412,12 @@ def test_a_process_that_fails_while_others_wait_for_its_weights_raises_unless_al
 
 def test_a_check_that_takes_long_says_what_it_does_from_then_on():
     said = []
-    progress = Progress(said.append)
-    with progress.after(0.05):
+    with announced_after(0.05, said.append) as progress:
         progress("the first thing")
         time.sleep(0.5)
         progress("the second")
     assert said == ["the first thing", "the second"]
-    with progress.after(60.0):  # the next check is not long because the last one was
+    with announced_after(60.0, said.append) as progress:  # the next check is not long because the last one was
         progress("the first thing again")
     assert len(said) == 2
 

@@ -1,34 +1,33 @@
 """Messages for users who wait for a check."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Timer
+from threading import Event, Timer
+
+from .prove import Tell
 
 
-class Progress:
-    """Announces the steps of a check, but only if it takes more than a few seconds."""
+@contextmanager
+def announced_after(seconds: float, say: Tell) -> Iterator[Tell]:
+    """
+    Within this context, a check runs. Yields a function to tell its steps: after `seconds`, `say` announces the current
+    one and all later ones.
+    """
+    is_long, steps = Event(), [""]
 
-    def __init__(self, say: Callable[[str], None]):
-        self.say, self.doing, self.is_long = say, "", False
+    def begin():
+        is_long.set()
+        say(steps[-1])
 
-    def __call__(self, doing: str) -> None:
-        self.doing = doing
-        if self.is_long:
-            self.say(doing)
+    def tell(doing):
+        steps.append(doing)
+        if is_long.is_set():
+            say(doing)
 
-    @contextmanager
-    def after(self, seconds: float) -> Iterator[None]:
-        """Within this context, a check runs. After `seconds`, its current step and all later ones are announced."""
-
-        def begin():
-            self.is_long = True
-            self(self.doing)
-
-        timer = Timer(seconds, begin)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-            self.is_long = False
+    timer = Timer(seconds, begin)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield tell
+    finally:
+        timer.cancel()

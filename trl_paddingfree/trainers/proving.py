@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.utils import logging
 
 from .. import upstream
-from ..check.progress import Progress
+from ..check.progress import announced_after
 from ..check.prove import CheckResult, UnprovenModelError, prove
 from ..check.slices import prove_slices
 from ..check.training import OthersWaitError, raise_if_weights_are_awaited
@@ -118,8 +118,11 @@ class StartUpCheck:
     def prove_all(self, models: Models) -> Route:
         """Prove all models, and return the route of the first. If one cannot share prefixes, none does."""
         start = time.perf_counter()
-        self.progress = Progress(lambda doing: self._say(f"The start-up check runs. {doing}."))
-        with self.progress.after(_PATIENCE), self._failing_together(models):
+
+        def say(doing):
+            self._say(f"The start-up check runs. {doing}.")
+
+        with announced_after(_PATIENCE, say) as self.progress, self._failing_together(models):
             results = self._results_of(models)
         seconds, images = time.perf_counter() - start, self.images
         missing = dict.fromkeys(gap for result in results for gap in result.not_compared)
