@@ -38,10 +38,9 @@ def accelerators() -> tuple[str, list[str]]:
     for properties in map(describe, range(torch.accelerator.device_count())):
         # Each type of device has its own C++ class for these; only the attribute names are the same
         name, memory, major = (getattr(properties, name, None) for name in ("name", "total_memory", "major"))
-        words = [name or accelerator.type]
-        words += [f"{memory / 2**30:.0f} GiB"] if memory else []
-        words += [f"compute capability {major}.{properties.minor}"] if major else []
-        descriptions.append(", ".join(words))
+        size = memory and f"{memory / 2**30:.0f} GiB"
+        capability = major and f"compute capability {major}.{properties.minor}"
+        descriptions.append(", ".join(filter(None, (name or accelerator.type, size, capability))))
     return accelerator.type, descriptions
 
 
