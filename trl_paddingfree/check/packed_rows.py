@@ -140,11 +140,9 @@ class LongRows(RowsAlone):
 
     def answers(self, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> list[torch.Tensor]:
         """With `prefix_sharing=None`, each row is computed alone, with `width` columns of padding."""
-        if prefix_sharing is None:
-            found = [super(LongRows, self).answers([row], len(row) + width)[0] for row in rows]
-        else:
-            found = super().answers(rows, prefix_sharing=prefix_sharing)
-        return [x.detach() for x in found]
+        if prefix_sharing is not None:
+            return super().answers(rows, prefix_sharing=prefix_sharing)
+        return [super(LongRows, self).answers([row], len(row) + width)[0] for row in rows]
 
     def changed(self) -> Variants:
         return [

@@ -217,7 +217,7 @@ class RowsAlone:
             prefixes = [row[:end] for row in rows for end in range(1, len(row) + 1)]
             logits = self.call(**row_inputs(self.model, prefixes, width, prefix_sharing)).logits.double().cpu()
             return list(logits.flatten().split([len(row) * logits.size(1) for row in rows]))
-        output = self.call(**row_inputs(self.model, rows, width, prefix_sharing)).log_probs.double().cpu()
+        output = self.call(**row_inputs(self.model, rows, width, prefix_sharing)).log_probs.detach().double().cpu()
         return [answers[: len(row) - 1] for answers, row in zip(output, rows, strict=True)]
 
     def _replaced(self, tokens: np.ndarray) -> np.ndarray:
