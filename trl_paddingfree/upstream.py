@@ -180,7 +180,7 @@ _FUSED_FUNCTIONS = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 
 def state_functions(forward: Callable) -> dict[str, Callable]:
     """The functions above that a layer's forward calls, by name."""
-    function = inspect.unwrap(forward.__func__ if isinstance(forward, types.MethodType) else forward)
+    function = inspect.unwrap(getattr(forward, "__func__", forward))
     if not isinstance(function, types.FunctionType):
         return {}
     called = {*_STATE_FUNCTIONS, *_FUSED_FUNCTIONS}.intersection(function.__code__.co_names)
