@@ -235,7 +235,10 @@ class RowsInTraining:
         return ""
 
 
-def check_gradients(in_training: Callable[[], RowsInTraining], prefix_sharing: bool) -> Verdict:
+InTraining = Callable[[], RowsInTraining]  # called only when gradients are compared
+
+
+def check_gradients(in_training: InTraining, prefix_sharing: bool) -> Verdict:
     """Compare the gradients of a flat batch, on the installed route, with those of the rows alone."""
     try:
         reference = in_training()

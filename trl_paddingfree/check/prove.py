@@ -27,7 +27,7 @@ from ..model.flat_model import FlatModel
 from ..model.routes import Route, routes_to_try
 from ..model.state_layers import carries_state
 from .comparison import Verdict, root_mean_square
-from .gradients import RowsInTraining, check_gradients
+from .gradients import InTraining, RowsInTraining, check_gradients
 from .probe import Call, RowsAlone, rounding_unit
 from .training import raise_if_others_wait
 
@@ -128,7 +128,7 @@ def check_flat(
     model: PreTrainedModel,
     route: Route,
     reference: RowsAlone | None = None,
-    in_training: Callable[[], RowsInTraining] | None = None,
+    in_training: InTraining | None = None,
     agree: Agree = bool,
 ) -> CheckResult:
     """
@@ -151,7 +151,7 @@ def check_flat(
 
 
 def compare_rows(
-    route: Route, reference: RowsAlone, in_training: Callable[[], RowsInTraining] | None = None, agree: Agree = bool
+    route: Route, reference: RowsAlone, in_training: InTraining | None = None, agree: Agree = bool
 ) -> CheckResult:
     """[`check_flat`] on the rows of `reference`, with whatever computes its model's flat batches now."""
     with reference.trying():

@@ -20,6 +20,7 @@ from ..model.flat_model import FlatModel
 from ..model.restored import attributes_set, buffers_restored, local_part, random_state_restored
 from .probe import Call, set_where, undisturbed
 
+Modules: TypeAlias = Sequence[torch.nn.Module]
 Output: TypeAlias = torch.Tensor | tuple  # of a layer
 
 # Standard deviation of weights that are moved off zero: as after a few training steps
@@ -74,7 +75,7 @@ def as_it_answers(model: PreTrainedModel) -> Iterator[tuple[str, ...]]:
 
 
 @contextmanager
-def _resharded(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+def _resharded(modules: Modules) -> Iterator[None]:
     """FSDP2 may leave weights gathered after a pass. Within this context, parameters are each process's own shards."""
     with ExitStack() as after:
         for module in modules:
@@ -168,7 +169,7 @@ def _passed_on(outputs: dict[str, Output], kind: str, *args: torch.Tensor, **kwa
     return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
 
-def without_dropout(modules: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
+def without_dropout(modules: Modules) -> AbstractContextManager[None]:
     """Turns off NEFTune's noise and dropout, of modules and of functions whose rate a module or configuration holds."""
 
     def is_rate(holder, name, value):
@@ -179,7 +180,7 @@ def without_dropout(modules: Sequence[torch.nn.Module]) -> AbstractContextManage
 
 
 @contextmanager
-def moved_off_zero(modules: Sequence[torch.nn.Module], frozen: bool = False) -> Iterator[None]:
+def moved_off_zero(modules: Modules, frozen: bool = False) -> Iterator[None]:
     """
     Within this context, weights that are all zeros get small random values: adapters and image projectors that start at
     zero hide mistakes beneath them. With `frozen`, this includes weights that are not trained.
