@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..model.forward import is_pooled
-from ..model.restored import attributes_set, modes_restored, random_state_restored
+from ..model.restored import attributes_set, random_state_restored
 from ..model.state_layers import carries_state, in_small_chunks, is_state_layer
 from .comparison import HALF_DIGITS_FACTOR, NOISE_FACTOR, root_mean_square
 
@@ -41,10 +41,12 @@ Variants = list[tuple[Rows, list[int]]]  # with the indices of the rows that sta
 @contextmanager
 def undisturbed(model: torch.nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients. Modes and the random state are restored afterwards."""
-    with modes_restored(model.modules()), random_state_restored(model), torch.no_grad():
-        # Layers that carry state may have another kernel for training, which must be tried; they have no dropout
-        for module in model.modules():
-            module.training = upstream.spoilt_by_evaluation(module) or is_state_layer(module)
+    # Layers that carry state may have another kernel for training, which must be tried; they have no dropout
+    modes = (
+        (module, "training", upstream.spoilt_by_evaluation(module) or is_state_layer(module))
+        for module in model.modules()
+    )
+    with attributes_set(modes), random_state_restored(model), torch.no_grad():
         yield
 
 

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -20,11 +20,6 @@ def attributes_set(values: Iterable[tuple[object, str, object]]) -> Iterator[Non
                 restored.callback(held.pop, name)
             held[name] = value
         yield
-
-
-def modes_restored(modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
-    """Restores the mode of each of `modules`, training or evaluation, after the context."""
-    return attributes_set((module, "training", module.training) for module in modules)
 
 
 @contextmanager
