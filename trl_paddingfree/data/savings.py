@@ -11,6 +11,7 @@ from datasets.utils import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ..flat.counts import BatchCounts
+from .lengths import token_lengths
 from .task import Task
 from .validate import refuse_bad_messages, refuse_unread_instructions
 
@@ -144,7 +145,7 @@ def _text_counts(
         refuse_unread_instructions(dataset, "inspected")
     max_length, prepare = options["max_length"], partial(task.prepare, truncation_mode=options["truncation_mode"])
     rows = prepare(dataset, tokenizer, max_length=None)
-    lengths = task.sequence_lengths(rows)
+    lengths = np.stack([token_lengths(rows, sequence).sum(1) for sequence in task.sequences], 1)
     is_long = lengths.max(1) > (np.inf if max_length is None else max_length)
     if in_order:  # TRL does not say which rows it drops, so their places would be lost: cut all rows at once, or none
         is_long[:] = is_long.any()

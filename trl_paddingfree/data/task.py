@@ -4,11 +4,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-import numpy as np
 from datasets import Dataset
 
 from ..flat.batch import Inputs
-from .lengths import Example, token_lengths
+from .lengths import Example
 
 # Columns of raw data that TRL reads for any trainer
 RAW_COLUMNS = ("prompt", "image", "images", "tools", "chat_template_kwargs")
@@ -69,10 +68,6 @@ class Task:
         options = {"pad_token_id": 0, "padding_free": True, **options}
         names = {field.name for field in fields(self.collator)}
         return self.collator(**{name: value for name, value in options.items() if name in names})
-
-    def sequence_lengths(self, rows: Dataset) -> np.ndarray:
-        """`(rows, sequences)` int64: the tokens of each sequence of prepared rows."""
-        return np.stack([token_lengths(rows, sequence).sum(1) for sequence in self.sequences], 1)
 
 
 def task_of(columns: Sequence[str], tasks: Iterable[Task]) -> Task:
