@@ -11,8 +11,8 @@ For a model that does not train, log-probabilities of these rows are compared, a
 """
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -35,7 +35,6 @@ from .training import (
     compared_parameters,
     frozen_layers_tried,
     raise_if_others_wait,
-    watched_embeddings,
 )
 
 # Length of each row: enough for more than 256 flat tokens
@@ -130,9 +129,17 @@ class RowsInTraining:
         answers = output.logits.sum(1, keepdim=True) if is_pooled(self.model) else output.log_probs
         return answers[:, : self.length - 1].expand(-1, self.length - 1)
 
-    def watched(self, inputs: Inputs) -> AbstractContextManager[list[torch.Tensor]]:
+    @contextmanager
+    def watched(self, inputs: Inputs) -> Iterator[list[torch.Tensor]]:
         """Within this context, the list ends with the tensors whose gradients are those of the tokens of `inputs`."""
-        return watched_embeddings(self.model)
+        outputs: list[torch.Tensor] = []
+
+        def watch(module, args, output):
+            outputs.append(output if output.requires_grad or not torch.is_grad_enabled() else output.requires_grad_())
+            return output.clone()  # some models (GIT) write into it in place, which a leaf forbids
+
+        with self.model.get_input_embeddings().register_forward_hook(watch):
+            yield outputs
 
     def differentiate(self, inputs: Inputs, rows: Sequence[int] = (0, 1, 2, 3)) -> Pass:
         """What the model computes for all rows, and the gradients of the losses of some."""

@@ -207,19 +207,6 @@ def compared_parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]
 
 
 @contextmanager
-def watched_embeddings(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """Within this context, the list collects the outputs of the model's input embeddings, to take their gradients."""
-    outputs: list[torch.Tensor] = []
-
-    def watch(module, args, output):
-        outputs.append(output if output.requires_grad or not torch.is_grad_enabled() else output.requires_grad_())
-        return output.clone()  # some models (GIT) write into it in place, which a leaf forbids
-
-    with model.get_input_embeddings().register_forward_hook(watch):
-        yield outputs
-
-
-@contextmanager
 def frozen_layers_tried(model: PreTrainedModel) -> Iterator[list[str]]:
     """
     Within this context, each frozen layer is differentiated separately when it is first called with an input that needs
