@@ -17,6 +17,7 @@ from .anywhere import log_probs_of
 from .comparison import relative_error, root_mean_square
 from .gradients import RowsInTraining
 from .probe import (
+    Answers,
     Call,
     Rows,
     RowsAlone,
@@ -138,7 +139,7 @@ class LongRows(RowsAlone):
             self.measure(padded, *self.moved(rng.integers(0, self.vocab_size, 16)))
         self.tolerance += _ANGLES * torch.finfo(torch.float32).eps * root_mean_square(torch.cat(self.alone))
 
-    def answers(self, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> list[torch.Tensor]:
+    def answers(self, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> Answers:
         """With `prefix_sharing=None`, each row is computed alone, with `width` columns of padding."""
         if prefix_sharing is not None:
             return super().answers(rows, prefix_sharing=prefix_sharing)

@@ -35,6 +35,7 @@ _NARROW = 8
 Call = Callable[..., Any]
 Trying = Callable[[], AbstractContextManager[None]]
 Rows = Sequence[Any]  # arrays of token ids, or names of examples with images
+Answers = list[torch.Tensor]  # to each row
 Variants = list[tuple[Rows, list[int]]]  # with the indices of the rows that stay as they are
 
 
@@ -144,7 +145,7 @@ def row_inputs(model: PreTrainedModel, rows: Rows, width: int = 0, prefix_sharin
     return send_to_device(inputs, model.get_input_embeddings().weight.device)  # type: ignore[union-attr]
 
 
-def largest_difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+def largest_difference(found: Answers, expected: Answers) -> float:
     """The largest root mean square difference between the answers to a row and those expected, in nats."""
     return max(root_mean_square(a - b) for a, b in zip(found, expected, strict=True) if len(a))
 
@@ -183,9 +184,7 @@ class RowsAlone:
         others = [np.append(token, row[1:]) for token in (row[0] + steps) % self.vocab_size]
         return torch.cat(self.answers(others)), self.answers([row])[0].repeat(_STAND_INS)
 
-    def measure(
-        self, padded: list[list[torch.Tensor]], moved: torch.Tensor, still: torch.Tensor, units: float = 1.0
-    ) -> None:
+    def measure(self, padded: list[Answers], moved: torch.Tensor, still: torch.Tensor, units: float = 1.0) -> None:
         """
         Set the tolerances from the noise of `padded` answers to all rows, but to at least `units` of rounding, and from
         the effect of context: how much `moved` answers differ from `still` ones.
@@ -209,11 +208,11 @@ class RowsAlone:
         self.leak_tolerance = min(explained, LEAK_FRACTION * self.effect)
 
     @staticmethod
-    def difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    def difference(found: Answers, expected: Answers) -> float:
         """The root mean square difference between answers and those expected, in nats."""
         return root_mean_square(torch.cat(found) - torch.cat(expected))
 
-    def answers(self, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> list[torch.Tensor]:
+    def answers(self, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> Answers:
         """Log-probabilities of each row's tokens but the first, or a pooled head's answers to all its prefixes."""
         if is_pooled(self.model):
             prefixes = [row[:end] for row in rows for end in range(1, len(row) + 1)]

@@ -15,7 +15,7 @@ from accelerate.utils import send_to_device
 from transformers import PreTrainedModel
 
 from ..check.comparison import NOISE_FACTOR
-from ..check.probe import Call, Rows, RowsAlone, Variants, largest_difference, undisturbed
+from ..check.probe import Answers, Call, Rows, RowsAlone, Variants, largest_difference, undisturbed
 from ..check.prove import Agree, CheckResult, UnprovenModelError, check_flat
 from ..check.training import moved_off_zero
 from ..data.lengths import Example
@@ -107,7 +107,7 @@ class ImagesAlone(RowsAlone):
             # Rows with images come in one width only: in one run, the noise may be small by chance
             self.measure([self.answers(self.rows)], moved=inverted, still=first, units=NOISE_FACTOR)
 
-    def answers(self, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> list[torch.Tensor]:
+    def answers(self, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> Answers:
         batch = self.examples.batch(rows, prefix_sharing)
         inputs = send_to_device(batch, self.model.get_input_embeddings().weight.device)  # type: ignore[union-attr]
         output = self.call(**inputs, fused_lm_head=True, use_cache=False).log_probs.double().cpu()
