@@ -11,6 +11,7 @@ from .lengths import Example
 
 # Columns of raw data that TRL reads for any trainer
 RAW_COLUMNS = ("prompt", "image", "images", "tools", "chat_template_kwargs")
+Columns = tuple[str, ...]  # by name
 
 
 @dataclass(frozen=True)
@@ -44,17 +45,17 @@ class Task:
 
     name: str
     unit: str
-    sequences: tuple[tuple[str, ...], ...]
+    sequences: tuple[Columns, ...]
     collator: type
     prepare: Callable[..., Dataset] | None = None
     found_by: tuple[Collection[str], ...] = ()
-    other_columns: tuple[str, ...] = ()
-    reads: tuple[str, ...] = ()
+    other_columns: Columns = ()
+    reads: Columns = ()
     truncates: bool = True
     vision_collator: type | None = None
 
     @cached_property
-    def token_columns(self) -> tuple[str, ...]:
+    def token_columns(self) -> Columns:
         """Columns of prepared data that hold token ids."""
         return tuple(dict.fromkeys(column for sequence in self.sequences for column in sequence))
 
