@@ -103,6 +103,7 @@ SET_ELSEWHERE = {
     "_is_sac_wrapped": "trl.models.selective_activation_checkpointing",
     "_gradient_checkpointing_func": "transformers.modeling_utils",
     "_modules": "torch.nn.modules.module",
+    "_backward_pre_hooks": "torch.nn.modules.module",
     "_actions": "argparse",
     "_check_value": "argparse",
     "_ddp_params_and_buffers_to_ignore": "torch.nn.parallel.distributed",

@@ -227,9 +227,10 @@ def sharded_dtype(model: torch.nn.Module) -> torch.dtype | None:
     return None
 
 
-def gradient_hooks(tensor: torch.Tensor) -> Any:
-    """The hooks on the gradient of a tensor, before it is accumulated and after."""
-    return [*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values()]
+def gradient_hooks(owner: torch.Tensor | torch.nn.Module) -> list[Callable]:
+    """The hooks on the gradients of a tensor, before they are accumulated and after, or of a module."""
+    places = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
+    return [hook for name in places for hook in (getattr(owner, name, None) or {}).values()]
 
 
 def process_store() -> torch.distributed.Store:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from transformers import TrainerCallback
 from trl import SFTTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -14,7 +15,7 @@ from tests.helpers.architectures import tiny_model
 from tests.helpers.flat_and_padded import flat_model, tree
 from tests.helpers.random_draws import MODEL_TYPES
 from tests.helpers.tiny import DATA, ROUTED, SEED, make_model
-from tests.runs import LAYOUTS, assert_same, run
+from tests.runs import LAYOUTS, PER_MICRO_BATCH, assert_same, make_trainer, run, train
 from trl_paddingfree import (
     FlatBatch,
     LanguageModelingCollator,
@@ -161,13 +162,30 @@ def test_edits_between_collator_and_step_are_refused(model_dir, place, task):
 def test_a_data_loader_of_ones_own_is_told_what_a_budget_needs(model_dir):
     class Loading(PaddingFreeSFTTrainer):
         def get_train_dataloader(self):
-            size = self.args.per_device_train_batch_size
-            return self.accelerator.prepare(DataLoader(self.train_dataset, size, collate_fn=self.data_collator))
+            size, collator = self.args.per_device_train_batch_size, self.data_collator.changed(keeps_rows=keeps_rows)
+            return self.accelerator.prepare(DataLoader(self.train_dataset, size, collate_fn=collator))
 
     options = common("sft", model_dir)
-    run("sft", "ours", trainer_class=Loading, **options)
+    keeps_rows = False
+    whole = run("sft", "ours", trainer_class=Loading, **options)
+    options["max_tokens_per_micro_batch"] = 100
     with pytest.raises(EditedRowsError, match="keeps_rows=True"):
-        run("sft", "ours", trainer_class=Loading, **options, max_tokens_per_micro_batch=100)
+        run("sft", "ours", trainer_class=Loading, **options)
+    keeps_rows = True
+    assert_same(whole, run("sft", "ours", trainer_class=Loading, **options), ignored=PER_MICRO_BATCH)
+
+
+def test_a_callback_may_change_the_collator(model_dir):
+    def trained(layout, **options):
+        trainer = make_trainer("dpo", layout, **common("dpo", model_dir, **options | {"steps": 3}))
+        callback = TrainerCallback()
+        callback.on_step_end = lambda *args, **kwargs: setattr(trainer.data_collator, "max_length", 12)
+        trainer.add_callback(callback)
+        return train(trainer)
+
+    padded = trained("padded")
+    for options in ({}, {"max_tokens_per_micro_batch": 40}):
+        assert_same(padded, trained("shared", **options))
 
 
 def test_a_mask_with_gaps_is_refused():
@@ -266,15 +284,18 @@ def test_logits_and_loss_of_shared_rows_are_those_of_each_row(model_type):
 
 
 def test_what_flat_outputs_cannot_give_is_named():
-    model = make_model()
+    model = tiny_model("gpt2", attn_implementation="sdpa")
     flat_model(model)
-    batch = FlatBatch.from_rows([[1, 2, 3]], [[1, 2, 3]])
-    given = {"use_cache": True, "position_ids": torch.zeros(1, 3), "logits_to_keep": 1}
+    batch, rows = FlatBatch.from_rows([[1, 2, 3]], [[1, 2, 3]]), torch.zeros(1, 3, dtype=int)
+    given = {"use_cache": True, "position_ids": rows, "logits_to_keep": 1, "token_type_ids": rows, "return_dict": False}
     refused = {name: f"`{name}` was given to the model beside" for name in given}
     refused |= {f"output_{name}": f"has no `{name}` of rows" for name in ("hidden_states", "attentions")}
+    refused["return_dict"] = "`return_dict=False`: a flat batch is answered by name"
     for name, message in refused.items():
         with pytest.raises(ValueError, match=message):
             model(flat_batch=batch, **{name: given.get(name, True)})
+    with pytest.raises(ValueError, match="`shift_labels` was given to the model beside"):
+        model(flat_batch=batch, labels=batch.input_ids, shift_labels=rows, fused_lm_head=True)
     with pytest.raises(TypeError, match="by name"):
         model(torch.tensor([[1, 2, 3]]), flat_batch=batch)
     model.config.output_hidden_states = True

@@ -13,7 +13,7 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import RandomSampler
-from trl import DPOTrainer
+from trl import DPOTrainer, SFTTrainer
 
 from scripts.benchmark.studies.arranging import imbalance
 from tests.helpers.tiny import DATA, SEED, arguments, conversations, following_rotary, make_model, preference_data
@@ -273,6 +273,22 @@ def squared(trainer):
     trainer.compute_loss = lambda *args, **kwargs: compute(*args, **kwargs) ** 2
 
 
+def clipped(trainer):
+    """Clips the gradients of each micro-batch on its own: no sum of those of its parts, or of other micro-batches."""
+    step = trainer.training_step
+
+    def stepped(*args):
+        loss = step(*args)
+        torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 0.05)
+        return loss
+
+    trainer.training_step = stepped
+
+
+def clamp_inside(module, gradients, _):
+    return tuple(gradient.clamp(-1e-3, 1e-3) for gradient in gradients)
+
+
 def without_first_row(trainer):
     prepare = trainer._prepare_inputs
 
@@ -289,7 +305,12 @@ CHANGES = {
     "`label_smoother`": lambda trainer: setattr(trainer, "label_smoother", mean_of_rows),
     "`trainer.compute_loss`": squared,
     "`trainer._prepare_inputs`": without_first_row,
-    "hooks on parameters": lambda trainer: [
+    "`trainer.training_step`": clipped,
+    "`accelerator.backward`": lambda trainer: setattr(
+        trainer.accelerator, "backward", lambda loss: loss.square().backward()
+    ),
+    "hooks": lambda trainer: trainer.model.model.norm.register_full_backward_hook(clamp_inside),
+    "hooks on gradients": lambda trainer: [
         p.register_hook(lambda gradient: gradient.clamp(-1e-2, 1e-2)) for p in trainer.model.parameters()
     ],
 }
@@ -341,3 +362,17 @@ def test_a_class_that_says_how_parts_combine_may_have_linear_hooks(model_dir):
         ours = trained("ours", trainer_class=Own, **options)
         assert_same(padded, ours)
         assert ours.trainer._adds_up
+
+
+def test_a_step_that_is_mixed_in_after_ours_sees_whole_micro_batches(model_dir):
+    class Mine(SFTTrainer):
+        def training_step(self, *args, **kwargs):
+            loss = super().training_step(*args, **kwargs)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)
+            return loss
+
+    class Own(PaddingFreeSFTTrainer, Mine):
+        pass
+
+    padded = trained_after(id, model_dir, "padded", trainer_class=Mine)
+    assert_same(padded, trained_after(id, model_dir, "ours", trainer_class=Own, max_tokens_per_micro_batch=60))

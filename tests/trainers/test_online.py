@@ -115,6 +115,20 @@ def test_rows_of_a_prompt_are_brought_together_without_changing_the_loss(data, t
     assert fewer.computed < counts.computed < counts.real
 
 
+def test_rows_are_not_brought_together_beside_a_loss_or_hooks_of_ones_own(data):
+    class Mine(PaddingFreeGRPOTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs) ** 2
+
+    options = {**plain(), "train_dataset": data, "arrange_micro_batches": "prefix"}
+    with pytest.raises(ValueError, match="with `Mine.compute_loss` the loss of an example"):
+        make_trainer("grpo", "shared", trainer_class=Mine, **options)
+    trainer = make_trainer("grpo", "shared", **options)
+    trainer.model.lm_head.weight.register_hook(torch.sign)
+    with pytest.raises(ValueError, match="with hooks on gradients the loss of an example"):
+        trainer.train()
+
+
 @pytest.mark.skipif(is_older("5.20"), reason="a mixture with a router loss cannot generate: padded neither")
 def test_a_router_loss_follows_padded_trl_and_is_not_arranged(data):
     def make():

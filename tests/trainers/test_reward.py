@@ -5,10 +5,11 @@ from functools import partial
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
+from trl import RewardTrainer
 
 from tests.helpers.tiny import SEED, arguments, different_pairs, preference_data, reward_model
-from tests.runs import compare, run
-from trl_paddingfree import FlatBatch
+from tests.runs import LAYOUTS, assert_same, compare, run
+from trl_paddingfree import FlatBatch, PaddingFreeRewardTrainer
 from trl_paddingfree.check.prove import check_flat
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route
@@ -55,6 +56,22 @@ def test_a_reward_is_read_within_its_row_whatever_pads_it(end):
     for padding in (0, 3):
         rewards = model(input_ids=torch.tensor([[5, 6, 7, 4], [8, end, padding, padding]]), flat_batch=batch).logits
         torch.testing.assert_close(rewards[1:], alone)
+
+
+def test_a_loss_may_be_the_models_own_given_labels_of_rows(data):
+    def with_own(base):
+        class Own(base):
+            def compute_loss(self, model, inputs, *args, **kwargs):
+                labels = inputs["attention_mask"].sum(1, keepdim=True) / 100
+                inputs = {name: x for name, x in inputs.items() if name != "margin"}
+                return model(**inputs, labels=labels, use_cache=False).loss
+
+        return Own
+
+    padded = run("reward", "padded", trainer_class=with_own(RewardTrainer), **plain(), train_dataset=data)
+    for layout in LAYOUTS:
+        ours = run("reward", layout, trainer_class=with_own(PaddingFreeRewardTrainer), **plain(), train_dataset=data)
+        assert_same(padded, ours)
 
 
 def test_a_head_that_sees_other_rows_is_caught(monkeypatch):

@@ -8,7 +8,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from tests import runs
 from tests.helpers.architectures import is_older, tiny_model
 from tests.helpers.flat_and_padded import flat_model
-from tests.helpers.tiny import ATTENTIONS, SEED, arguments, conversations, make_model, prompt_completions, saved
+from tests.helpers.tiny import ATTENTIONS, ROUTED, SEED, arguments, conversations, make_model, prompt_completions, saved
 from tests.runs import TOLERANCE, make_trainer, run
 from tests.trainers.test_as_padded import language_modeling
 from trl_paddingfree import FlatBatch
@@ -192,6 +192,17 @@ def test_positions_of_documents_in_rows_that_are_not_cut_are_refused():
     collator = DataCollatorForLanguageModeling(0, return_position_ids=True)
     with pytest.raises(ValueError, match="`return_position_ids=True` numbers documents"):
         make_trainer("sft", "ours", **arguments("sft"), train_dataset=conversations(4, SEED), data_collator=collator)
+
+
+def test_padding_of_a_packed_row_that_routers_would_learn_from_is_refused():
+    given = {
+        **arguments("sft", False),
+        "model": make_model("mixtral", **ROUTED),
+        "train_dataset": conversations(8, SEED),
+    }
+    run("sft", "flat", **given, packing=True, steps=1)
+    with pytest.raises(ValueError, match="`pad_to_multiple_of=8` with packing and `router_aux_loss_coef="):
+        make_trainer("sft", "ours", **given, packing=True, pad_to_multiple_of=8)
 
 
 def test_a_loss_that_one_process_logs_waits_for_no_other():

@@ -1,13 +1,14 @@
 """Why a call with a flat batch is rejected: arguments it cannot answer, or rows edited after they were flattened."""
 
+import inspect
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedModel
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
-from .architecture import CACHES, wants
+from .architecture import CACHES, TYPE_ROWS, takes_images, wants
 
 # Arguments of a forward that only make sense with padded rows
 _OF_ROWS = ("position_ids", "inputs_embeds", *CACHES, "logits_to_keep", "use_cache")
@@ -30,9 +31,12 @@ class EditedRowsError(ValueError):
     """The rows no longer match the flat batch that was made from them."""
 
 
-def refuse_unanswerable(config: PreTrainedConfig, inputs: Inputs, *, fused_lm_head: bool) -> None:
-    """Reject arguments of a forward, and outputs that they or `config` ask for, that a flat batch cannot answer."""
-    for name in _OF_ROWS:
+def refuse_unanswerable(model: PreTrainedModel, inputs: Inputs, *, fused_lm_head: bool) -> None:
+    """Reject arguments of a forward, and outputs that they or the configuration ask for, that have no flat answer."""
+    names = [*_OF_ROWS, *["shift_labels"] * fused_lm_head]  # other heads read labels in rows
+    if not takes_images(model):  # whose types of tokens say only where images are
+        names += inspect.signature(model.base_model.forward).parameters.keys() & TYPE_ROWS
+    for name in names:
         value = inputs.get(name)  # `use_cache=False` and `logits_to_keep=0` ask for nothing
         if value if isinstance(value, int) else value is not None:
             raise ValueError(
@@ -40,8 +44,10 @@ def refuse_unanswerable(config: PreTrainedConfig, inputs: Inputs, *, fused_lm_he
                 f"{_WITHOUT}."
             )
     for argument, output in _OUTPUTS.items():  # TRL's fused head returns none of these, even with padding
-        if inputs.get(argument) if fused_lm_head else wants(config, inputs, argument):
+        if inputs.get(argument) if fused_lm_head else wants(model.config, inputs, argument):
             raise ValueError(f"`{argument}=True`: a flat batch has no `{output}` of rows: {_WITHOUT}.")
+    if not wants(model.config, inputs, "return_dict"):
+        raise ValueError("`return_dict=False`: a flat batch is answered by name. Leave it out, and call `.to_tuple()`.")
 
 
 @torch.compiler.disable
@@ -92,9 +98,8 @@ def refuse_lost_batch(inputs: Inputs) -> None:
     """Reject the inputs of a training step that lack the flat batch, or the rows that a budget divides into parts."""
     if "flat_batch" in inputs:
         raise EditedRowsError(
-            "The inputs of `training_step` have no `rows`, which parts of them are made of. A data loader of your own "
-            "needs `self.data_collator.changed(keeps_rows=True)`. Or leave `memory_budget` and "
-            "`max_tokens_per_micro_batch` out."
+            "The inputs of `training_step` have no `rows`, which parts of them are made of: pass on all that the "
+            "collator gave, made with `keeps_rows=True`, or leave `memory_budget` and `max_tokens_per_micro_batch` out."
         )
     raise EditedRowsError(
         f"The inputs of `training_step` have no `flat_batch`, only {list(inputs)}: pass on all that the data loader "

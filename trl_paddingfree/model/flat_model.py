@@ -136,7 +136,7 @@ class FlatModel:
             rows = kwargs.get("input_ids")
             if rows is not None and rows.device != batch.input_ids.device:  # FSDP moves rows, but not the batch
                 batch = batch.to(rows.device, non_blocking=True)
-            self.edits.ask(batch, kwargs)
+            self.edits.ask(batch, kwargs | {"labels": None} if self.is_pooled else kwargs)  # theirs are not of tokens
         elif kwargs.get("fused_lm_head") and self.flatten is not None and kwargs.get("shift_labels") is None:
             if args:
                 kwargs = by_name(self.forwards[-1], args, kwargs)

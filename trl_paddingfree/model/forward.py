@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 # Fields of TRL's head with one value per scored token
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-# Arguments for padded rows, which the flat batch replaces; TRL passes the margins of pairs to the backbone
-_ROW_ARGUMENTS = ("attention_mask", "position_ids", "margin", *architecture.TYPE_ROWS)
+# What belongs to padded rows, which the flat batch replaces; TRL passes the margins of pairs to the backbone
+_ROW_ARGUMENTS = ("attention_mask", "position_ids", "margin", "rows", *architecture.TYPE_ROWS)
 # Packages that a model's own forward runs through, besides the one that defines its class
 _LIBRARIES = (
     __name__.partition(".")[0],
@@ -74,7 +74,7 @@ def flat_forward(
     `(R, L, vocabulary)`, 0 beyond the end of each row, and with the loss if there are `labels`.
     """
     model = flat_model.model
-    refuse_unanswerable(model.config, kwargs, fused_lm_head=fused_lm_head)
+    refuse_unanswerable(model, kwargs, fused_lm_head=fused_lm_head)
     other_arguments: Inputs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
     if batch.images is not None:
         other_arguments = batch.images.arguments(other_arguments)
@@ -88,11 +88,11 @@ def flat_forward(
             f"`sequence_parallel_size={flat_model.group.size}`: processes have slices of the tokens, and no logits of "
             "rows. Leave out what wants these, such as `compute_metrics` and `predict`, or set it to 1."
         )
+    given = {} if labels is None else {"labels": labels}
     if flat_model.is_pooled:
         assert input_ids is not None
-        return _pooled(flat_model, batch, input_ids, other_arguments)
+        return _pooled(flat_model, batch, input_ids, other_arguments | given)
     if not fused_lm_head:
-        given = {} if labels is None else {"labels": labels}
         return _model_output(flat_model, batch, other_arguments | given)
     assert labels is not None
     return scored_in_rows(flat_model, batch, labels, other_arguments)

@@ -178,6 +178,8 @@ class FlatTrainer(Trainer):
     @when_flat
     def prediction_step(self, model, inputs, *args, **kwargs):
         weigh_last_batch(self, inputs)
+        if "rows" in inputs:  # evaluation keeps no activations, and needs no parts
+            inputs.pop("rows")
         outputs = super().prediction_step(model, inputs, *args, **kwargs)
         self.refuse_edits()
         return outputs

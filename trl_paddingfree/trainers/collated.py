@@ -11,7 +11,6 @@ from accelerate.data_loader import SeedableRandomSampler
 from datasets import Dataset
 from torch.utils.data import RandomSampler
 
-from .. import upstream
 from ..data.arrange import StepSampler, by_prefix, by_tokens
 from ..data.collate import FlatCollator
 from ..data.lengths import example_tokens, example_work, has_known_lengths, row_lengths, token_lengths
@@ -28,7 +27,7 @@ from ..model.restored import attributes_set
 from . import refusals
 from .base import FlatTrainer
 from .runtime import when_flat
-from .steps import Part
+from .steps import Part, own_steps
 
 # How many of the largest examples, by each measure of size, are tried against a budget
 _CANDIDATES = 16
@@ -56,6 +55,7 @@ class CollatedTrainer(FlatTrainer):
         super().start_flat()
         found = {
             "prefix_sharing": self.flat.trained.route.prefix_sharing,
+            "keeps_rows": self.flat.options.has_budget,
             "rotary_limit": min(self.flat.rotary_limits().values(), default=None),
         }
         if (images := self.flat.check.images) is not None:
@@ -67,7 +67,8 @@ class CollatedTrainer(FlatTrainer):
         # TRL may call this in its `__init__`, after it has added the fused heads: models must be flat by then
         self.start_flat()
         self.flat.plan_if_placed(self)
-        return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
+        with attributes_set([(self, "data_collator", self.data_collator.changed(keeps_rows=False))]):
+            return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
 
     # --- images -----------------------------------------------------------------------------------------------------
 
@@ -125,7 +126,7 @@ class CollatedTrainer(FlatTrainer):
 
     def refuse_options(self) -> None:
         options, group = self.flat.options, self.flat.group
-        arranges, coupling = options.arrange_micro_batches != "none", self._may_couple()
+        arranges, coupling = options.arrange_micro_batches != "none", self._may_couple(moves=True)
         for kind, length in self.flat.rotary_limits().items():
             if group is not None and self.exceeds(length):
                 raise ValueError(group.too_long(kind, length))
@@ -166,10 +167,7 @@ class CollatedTrainer(FlatTrainer):
     def get_train_dataloader(self):
         vars(self).pop("_adds_up", None)  # what was changed since the trainer was made counts
         self.refuse_options()
-        # In training only: evaluation keeps no activations and needs no parts
-        collator = self.data_collator.changed(keeps_rows=self.flat.options.has_budget)
-        with attributes_set([(self, "data_collator", collator)]):
-            loader: Any = super().get_train_dataloader()
+        loader: Any = super().get_train_dataloader()
         if self.flat.sampler is not None:
             # accelerate finds only its own samplers: ours would restart at epoch 0 when several processes resume a run
             loader.set_sampler(self.flat.sampler)
@@ -186,22 +184,15 @@ class CollatedTrainer(FlatTrainer):
         """Whether the losses of parts add up to that of the micro-batch, with known denominators."""
         return type(self).part_sizes is not CollatedTrainer.part_sizes and not self._may_couple()
 
-    def _may_couple(self) -> list[str]:
+    def _may_couple(self, moves: bool = False) -> list[str]:
         """
-        Options under which an example's loss depends on others, and methods that may change the loss, of the trainer
-        itself or of classes beyond the one whose `part_sizes` say how parts of it combine: it may then be any function
-        of the micro-batch.
+        Options under which an example's loss depends on others, and what may change it beyond the class whose
+        `part_sizes` say how parts of it combine.
         """
         owners = [cls for cls in type(self).__mro__ if "part_sizes" in vars(cls)]
         owners += [self.trl_trainer] * (owners == [CollatedTrainer])  # no one says how its parts combine
-        known = {base for cls in owners for base in cls.__mro__}
-        places = [(cls.__name__, cls) for cls in type(self).__mro__ if cls not in known] + [("trainer", self)]
-        names = ("compute_loss", "_compute_loss", "_prepare_inputs")
-        own = [f"`{place}.{name}` without `part_sizes`" for place, x in places for name in names if name in vars(x)]
-        # A class of the user's own with `part_sizes` says that hooks are linear, and those of DeepSpeed are its own
-        if owners[0].__module__.startswith("trl_paddingfree.") and not self.is_deepspeed_enabled:
-            own += ["hooks on parameters"] * any(map(upstream.gradient_hooks, self.model.parameters()))
-        return [*self.coupled_by(), *own]
+        own = own_steps(self, owners, moves)
+        return [*self.coupled_by(), *(f"{each} without `part_sizes`" for each in own)]
 
     def refuse_small_budget(self, planner: MemoryPlanner) -> None:
         """Refuse a budget that the most demanding example does not fit into."""
@@ -216,7 +207,7 @@ class CollatedTrainer(FlatTrainer):
         # The example that needs most overall is assumed to be among the largest by one of these
         measures = (tokens, row_lengths(lengths).max(1), lengths[:, -2:].sum(1))
         candidates = {int(i) for measure in measures for i in np.argsort(measure, kind="stable")[-_CANDIDATES:]}
-        collator = self.data_collator.changed(keeps_rows=True)
+        collator = self.data_collator
         batches = [
             (batch, f"example {i} of the training data")
             for i in candidates

@@ -30,6 +30,7 @@ from .base import FlatTrainer
 from .configs import Arguments
 from .refusals import refuse_to_move, refuse_untried_images
 from .runtime import when_flat
+from .steps import own_steps
 
 # What tasks that generate share. Each adds its name; GRPO, the first, also the columns by which data is recognized
 PROMPTS = Task(
@@ -220,7 +221,13 @@ class OnlineTrainer(FlatTrainer):
                 f"`arrange_micro_batches='tokens'` needs rows of known length, and {self.trl_trainer.__name__} "
                 "generates them: set 'prefix', which brings the rows of one prompt together, or 'none'."
             )
-        refuse_to_move(options, self.coupled_by())
+        owners = [cls for cls in type(self).__mro__ if "trl_trainer" in vars(cls)]
+        refuse_to_move(options, [*self.coupled_by(), *own_steps(self, owners, moves=True)])
+
+    @when_flat
+    def get_train_dataloader(self):
+        self.refuse_options()  # what was changed since the trainer was made counts
+        return super().get_train_dataloader()
 
     @property
     def steps_per_generation(self) -> int:

@@ -61,6 +61,11 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
             return collator
         if collator.return_position_ids and not self.data_collator.padding_free:
             raise ValueError("`return_position_ids=True` numbers documents within rows that are not cut: leave it out.")
+        if collator.pad_to_multiple_of and self.data_collator.padding_free and (reasons := self.router_losses()):
+            raise ValueError(
+                f"`pad_to_multiple_of={collator.pad_to_multiple_of}` with packing and {reasons[0]}: in TRL's packed "
+                "row, the loss of the routers counts the padding, too. Leave one of them out."
+            )
         return collator.changed(cuts_packed=self.data_collator.padding_free)  # TRL sets it if it packs
 
     @property
