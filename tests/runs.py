@@ -20,6 +20,7 @@ from transformers import Trainer
 from trl import GRPOTrainer
 
 from scripts.benchmark.differences import difference, differences
+from tests.helpers import tiny
 from tests.helpers.float64 import TOLERANCE as TOLERANCE_64
 from tests.helpers.float64 import float64_throughout, in_float64
 from trl_paddingfree.cli.quickstart import side_by_side
@@ -99,6 +100,10 @@ def make_trainer(
     **given: Any,
 ) -> Any:
     """The trainer that [`run`] has train, of the same arguments."""
+    made = {} if "model" in given else tiny.arguments(task)
+    if "train_dataset" not in given:
+        made["train_dataset"] = tiny.DATA[task](8, tiny.SEED)
+    given = {**made, **given}
     default_class, default_config = classes_of(task, ours=layout != "padded")
     config: Any = config_class or default_config
     of_config = {each.name for each in fields(config)}
@@ -136,7 +141,8 @@ def run(task: str, layout: str, **given: Any) -> Run:
         trainer_class, config_class (`type`, *optional*):
             Others than those of the task.
         **given:
-            Arguments of the trainer and fields of its configuration, which are told apart by their names.
+            Arguments of the trainer and fields of its configuration, which are told apart by their names. Without a
+            model, it has the arguments of [`tests.helpers.tiny`], and without a `train_dataset` a few rows from there.
     """
     trained = train(make_trainer(task, layout, **given))
     if layout in LAYOUTS:

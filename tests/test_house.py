@@ -12,7 +12,7 @@ import pytest
 import trl_paddingfree
 from tests.helpers.flat_and_padded import flat_model
 from tests.helpers.pages import ROOT
-from tests.helpers.tiny import DATA, arguments, make_model
+from tests.helpers.tiny import DATA, make_model
 from tests.runs import make_trainer
 from trl_paddingfree.trainers.registry import TRAINERS
 
@@ -120,7 +120,7 @@ def test_few_classes_stand_between_a_trainer_and_trls():
 
 def calls_of_a_step(task: str, **options) -> list[tuple[str, str]]:
     """The functions of the package that the last of four steps enters, with their files; but for lambdas."""
-    trainer = make_trainer(task, "shared", steps=4, **arguments(task), train_dataset=DATA[task](32, 0), **options)
+    trainer = make_trainer(task, "shared", steps=4, train_dataset=DATA[task](32, 0), **options)
     training_step, steps = trainer.training_step, list[list[tuple[str, str]]]()
 
     def note(frame, event, _):

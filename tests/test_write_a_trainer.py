@@ -146,7 +146,7 @@ def test_what_the_own_trainer_cannot_do_is_refused_by_its_names(own, tokenizer):
 def test_a_loss_that_says_nothing_of_sizes_runs_in_slices_beneath_it(own, passes):
     silent = type("Silent", (own["LengthRegularizedDPOTrainer"],), {"part_sizes": CollatedTrainer.part_sizes})
     padded, ours = (
-        run("dpo", "ours", trainer_class=silent, **arguments("dpo"), train_dataset=preference_data(12, SEED), **options)
+        run("dpo", "ours", trainer_class=silent, train_dataset=preference_data(12, SEED), **options)
         for options in ({"padding_free": False}, {"max_tokens_per_micro_batch": 60})
     )
     assert_same(padded, ours)

@@ -13,7 +13,7 @@ from trl import DatasetMixtureConfig, ScriptArguments
 
 import trl_paddingfree
 from tests.helpers.launching import finished
-from tests.helpers.tiny import arguments, conversations, make_model, preference_data, prompt_completions, unpaired
+from tests.helpers.tiny import conversations, make_model, preference_data, prompt_completions, unpaired
 from tests.runs import make_trainer, run
 from trl_paddingfree import PaddingFreeOptions
 from trl_paddingfree.cli.main import main
@@ -93,7 +93,7 @@ def test_inspect_counts_what_training_counts(inspected, tmp_path, task, make_dat
         "steps": 1,
         **({"truncation_mode": mode} if mode else {}),
     }
-    counts = run(task, "shared", **arguments(task), train_dataset=data, **options).trainer.total_counts()
+    counts = run(task, "shared", train_dataset=data, **options).trainer.total_counts()
     (row,) = report["batch_sizes"]
     assert report["task"] == task
     assert (row["computed_tokens"], row["real_tokens"], row["padded_slots"]) == counts.as_tuple()[:3]
@@ -106,7 +106,7 @@ def test_inspect_counts_what_training_counts(inspected, tmp_path, task, make_dat
 def test_inspect_finds_the_pairs_that_trl_truncates_and_drops(inspected, pairs_file):
     report, whole = (inspected(pairs_file, "--max_length", max_length) for max_length in ("16", "0"))
     data = Dataset.from_json(pairs_file)
-    kept = make_trainer("dpo", "padded", **arguments("dpo"), train_dataset=data, max_length=16).train_dataset
+    kept = make_trainer("dpo", "padded", train_dataset=data, max_length=16).train_dataset
     cut = sum(len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"])) > 16 for row in kept)
     assert report["num_dropped"] == len(data) - len(kept) > 0
     assert report["num_truncated"] == cut > 0
@@ -120,8 +120,7 @@ def test_inspect_finds_the_rows_that_trl_drops_from_instructions(inspected, tmp_
     data.to_json(path)
     report = inspected(path, "--max_length", "8")
     whole, cut = (
-        make_trainer("sft", "padded", **arguments("sft"), train_dataset=data, max_length=limit).train_dataset
-        for limit in (None, 8)
+        make_trainer("sft", "padded", train_dataset=data, max_length=limit).train_dataset for limit in (None, 8)
     )
     assert report["num_dropped"] == len(whole) - len(cut) > 0
     assert report["num_truncated"] == sum(len(ids) > 8 for ids in whole["input_ids"]) - report["num_dropped"] > 0
@@ -355,8 +354,7 @@ def test_dpo_trains_and_saves_a_model(tmp_path, pairs_file, model_dir):
 
 
 def test_the_figures_and_the_card_of_a_run_name_the_method(tmp_path):
-    given = {"train_dataset": preference_data(8, 1), "output_dir": str(tmp_path), "steps": 1}
-    trainer = run("dpo", "shared", **arguments("dpo"), **given).trainer
+    trainer = run("dpo", "shared", output_dir=str(tmp_path), steps=1).trainer
     figures = trainer.state.log_history[0]
     assert 0 < figures["flat/saved_by_padding_free"] < 1
     assert 0 < figures["flat/saved_by_sharing"] < 1

@@ -10,7 +10,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.architectures import tiny_model
-from tests.helpers.tiny import make_tokenizer, preference_data
+from tests.helpers.tiny import make_tokenizer
 from tests.runs import run
 from trl_paddingfree import BatchCounts
 from trl_paddingfree.cli.main import main
@@ -26,7 +26,7 @@ def test_needs_of_a_shape_are_those_of_its_model():
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
     options = {"peft_config": lora, "processing_class": make_tokenizer(), "memory_budget": 8, "bf16": True, "steps": 1}
-    result = run("dpo", "ours", model=model, train_dataset=preference_data(8, 0), **options)
+    result = run("dpo", "ours", model=model, **options)
     measured, predicted = result.trainer.flat.planner.needs, training_needs(config, "lora", 1, as_kernels=False)
     assert predicted.fixed == pytest.approx(measured.fixed, rel=TOLERANCE)
     load = features_by_layout([BatchCounts(computed=3000, real=4000, padded=6000, distinct=2900)])["shared"][0]

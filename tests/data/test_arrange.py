@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 from datasets import Dataset
 
-from tests.helpers.tiny import SEED, arguments
+from tests.helpers.tiny import SEED
 from tests.runs import make_trainer
 
 
@@ -16,7 +16,7 @@ def test_examples_that_start_alike_meet_without_a_copy_of_the_data():
     ids[:, 0] = starts
     data = Dataset.from_dict({"input_ids": list(ids)})
     options = {"arrange_micro_batches": "prefix", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}
-    trainer = make_trainer("sft", "shared", train_dataset=data, **options, **arguments("sft"))
+    trainer = make_trainer("sft", "shared", train_dataset=data, **options)
     tracemalloc.start()
     order = list(trainer._get_train_sampler())
     _, peak = tracemalloc.get_traced_memory()

@@ -6,7 +6,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests import pretend_device
-from tests.helpers.tiny import DATA, SEED, arguments
 from tests.runs import off_by, run
 
 # The device computes on the CPU, by other calls in places: sums of a few hundred terms in float32 differ by less
@@ -15,7 +14,7 @@ TOLERANCE = 1e-5
 ROUNDED = ("rewards/accuracies", "accuracy")
 
 
-def train(task, layout="shared", make=None, data=None, **options):
+def train(task, layout="shared", make=dict, **options):
     """Train two steps, with adapters if nothing else is asked for, on data that the data loader pins."""
     options = {
         "dataloader_pin_memory": True,
@@ -23,8 +22,7 @@ def train(task, layout="shared", make=None, data=None, **options):
         **({"beta": 0.0} if task in ("grpo", "rloo") else {}),
         **options,
     }
-    data = DATA[task](8, SEED) if data is None else data
-    return run(task, layout, **(make() if make else arguments(task)), train_dataset=data, **options)
+    return run(task, layout, **make(), **options)
 
 
 def assert_as_on_cpu(train, tolerance=TOLERANCE):

@@ -42,6 +42,6 @@ def test_a_loss_that_never_waits_does_not_train_on_edited_rows():
 
 def test_the_last_rows_of_an_evaluation_are_compared():
     data = DATA["sft"](2, SEED)
-    trainer = make_trainer("sft", "ours", **arguments("sft"), train_dataset=data, eval_dataset=data, trainer_class=Own)
+    trainer = make_trainer("sft", "ours", train_dataset=data, eval_dataset=data, trainer_class=Own)
     with pytest.raises(EditedRowsError, match="other tokens"):
         trainer.evaluate()

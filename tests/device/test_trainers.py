@@ -9,14 +9,14 @@ import torch
 from transformers import TrainerCallback
 
 from tests import pretend_device
-from tests.device.runs import SEED, TOLERANCE, assert_as_on_cpu, train
+from tests.device.runs import TOLERANCE, assert_as_on_cpu, train
 from tests.helpers import random_runs
 from tests.helpers.architectures import tiny_model
 from tests.helpers.float64 import float64_throughout
 from tests.helpers.memory import most_slices
 from tests.helpers.random_draws import draw
 from tests.helpers.reference_flash import half_flash_func, reference_flash, varlen_on
-from tests.helpers.tiny import ATTENTIONS, DATA, arguments, conversations, lora, make_model
+from tests.helpers.tiny import ATTENTIONS, DATA, SEED, arguments, conversations, lora, make_model
 from tests.helpers.vision import (
     needs_torchvision,
     on_images,
@@ -86,7 +86,7 @@ HELD = {"dpo": {}, "sft": {}, "reward": {}, "kto": {"loss_type": "apo_zero_unpai
 
 def tight_budget(task, **options):
     """The least budget in GiB that holds every example, and a twentieth more."""
-    trainer = make_trainer(task, "shared", memory_budget=1, **arguments(task), **options)
+    trainer = make_trainer(task, "shared", memory_budget=1, **options)
     collator = replace(trainer.data_collator, keeps_rows=True)
     alone = (batch for each in trainer.train_dataset for batch in collator([each])["rows"].alone())
     return 1.05 * max(map(trainer.flat.planner.least_bytes, alone)) / GIB
@@ -122,7 +122,7 @@ def test_a_memory_budget_that_splits(task, slices_made):
     data, options = DATA[task](8, 0), HELD[task]
     budget = tight_budget(task, train_dataset=data, **options)
     slices_made.clear()
-    result = assert_as_on_cpu(lambda: train(task, data=data, memory_budget=budget, steps=5, **options))
+    result = assert_as_on_cpu(lambda: train(task, train_dataset=data, memory_budget=budget, steps=5, **options))
     assert max(slices_made) > 1
     # Of tiny models, what is not counted is a larger share: rows, and results that kernels write beside their inputs;
     # and of slices of a model without the LM head, what works at a time is less than that of the largest tensor
@@ -133,7 +133,7 @@ def test_a_memory_budget_that_splits(task, slices_made):
 @pytest.mark.parametrize("task", ["kto", "grpo", "rloo", "distillation"])
 def test_a_memory_budget_that_slices(task, passes, hold_tokens):
     hold_tokens(20)
-    assert_as_on_cpu(lambda: train(task, data=DATA[task](8, 0), memory_budget=1, steps=1))
+    assert_as_on_cpu(lambda: train(task, train_dataset=DATA[task](8, 0), memory_budget=1, steps=1))
     assert most_slices(passes) > 1
 
 
@@ -164,7 +164,7 @@ def test_memory_that_runs_out_costs_a_warning_and_nothing_else(task, left, caplo
         crowded = [] if pretend_device.why_off() else [Crowded(left)]
         return {**arguments(task), "callbacks": crowded}
 
-    result = assert_as_on_cpu(lambda: train(task, make=make, data=DATA[task](8, 0), memory_budget=1.0))
+    result = assert_as_on_cpu(lambda: train(task, make=make, train_dataset=DATA[task](8, 0), memory_budget=1.0))
     assert result.trainer.flat.planner.has_shrunk
     assert "An allocation failed" in caplog.text
 
@@ -175,7 +175,9 @@ def test_slices_that_are_computed_again_draw_from_the_device_what_they_drew(monk
     def once():
         made = {**arguments("sft", model=make_model()), "peft_config": lora(lora_dropout=0.3)}
         with pretend_device.own_generator():
-            return train("sft", make=lambda: made, data=DATA["sft"](4, 0), max_tokens_per_micro_batch=12, steps=1)
+            return train(
+                "sft", make=lambda: made, train_dataset=DATA["sft"](4, 0), max_tokens_per_micro_batch=12, steps=1
+            )
 
     again = once()
     monkeypatch.setattr(slices, "checkpoint", lambda function, *args, use_reentrant: function(*args))
@@ -221,7 +223,7 @@ def test_images(task, kind, slices_made):
 
 def test_turns_of_conversations():
     data = split_turns(conversations(8, SEED))
-    assert assert_as_on_cpu(lambda: train("sft", data=data)).log_history[0]["flat/saved_by_sharing"] > 0
+    assert assert_as_on_cpu(lambda: train("sft", train_dataset=data)).log_history[0]["flat/saved_by_sharing"] > 0
 
 
 def test_a_run_that_is_resumed(tmp_path):

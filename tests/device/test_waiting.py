@@ -6,9 +6,9 @@ import pytest
 from accelerate import Accelerator
 from transformers import TrainerCallback
 
-from tests.device.runs import SEED, train
+from tests.device.runs import train
 from tests.helpers.architectures import tiny_model
-from tests.helpers.tiny import DATA, arguments
+from tests.helpers.tiny import DATA, SEED, arguments
 from tests.helpers.vision import on_images, vision_pairs
 from tests.pretend_device import WAITS, counted_waits
 from tests.runs import make_trainer, run
@@ -83,8 +83,8 @@ def test_images_wait_nowhere():
 
 def waits_inside(monkeypatch, layout="shared", **options):
     """What makes the host wait in forward passes of the backbone and in backward passes, once it has been proven."""
-    options |= {"train_dataset": DATA["sft"](8, SEED), "dataloader_pin_memory": True, "steps": 2}
-    trainer, found = make_trainer("sft", layout, **arguments("sft"), **options), Counter()
+    options |= {"dataloader_pin_memory": True, "steps": 2}
+    trainer, found = make_trainer("sft", layout, **options), Counter()
 
     def watched(function):
         def call(*args, **kwargs):

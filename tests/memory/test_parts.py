@@ -143,8 +143,7 @@ def test_parts_are_added_up_in_shards_but_where_fsdp1_offloads_them(version, off
 
 def test_parts_of_pairs_that_attention_keeps_grow_as_squares():
     """Under a dense mask, the pairs of two examples in a part are more than those of each."""
-    options = {"flat_attention": "mask", "memory_budget": 8, "train_dataset": preference_data(8, SEED)}
-    plan = make_trainer("dpo", "flat", **arguments("dpo"), **options).flat.planner
+    plan = make_trainer("dpo", "flat", flat_attention="mask", memory_budget=8).flat.planner
     rng = np.random.default_rng(SEED)
     for _ in range(20):
         rows = [[5] * n for n in rng.integers(2, 60, 6)]

@@ -152,8 +152,8 @@ def test_the_lm_head_works_with_the_bytes_that_are_predicted(tokenizer, dtype):
 
 @pytest.mark.parametrize("optimizer", [None, (torch.optim.SGD, {"lr": 0.1})])
 def test_fixed_bytes_are_those_of_the_tensors(folder, optimizer):
-    given = {"train_dataset": conversations(8, SEED), "optimizer_cls_and_kwargs": optimizer}
-    trainer = run("sft", "ours", model=folder, memory_budget=8, steps=1, **given).trainer
+    given = {"memory_budget": 8, "steps": 1, "optimizer_cls_and_kwargs": optimizer}
+    trainer = run("sft", "ours", model=folder, **given).trainer
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     state = [x for s in trainer.optimizer.state.values() for x in s.values() if x.numel() > 1]
     gradients = sum(p.numel() * p.element_size() for p in trained)

@@ -323,7 +323,7 @@ def test_training_follows_padded_trl(task, name, model_dir):
 
 def test_every_loss_that_trl_knows_is_compared():
     with pytest.raises(ValueError, match="Unknown loss type") as error:
-        run("dpo", "padded", **arguments("dpo"), train_dataset=preference_data(4, SEED), loss_type="no_such_loss")
+        run("dpo", "padded", loss_type="no_such_loss")
     assert ast.literal_eval(re.search(r"\[.*\]", str(error.value))[0]) == LOSSES
 
 

@@ -39,13 +39,13 @@ def graphs():
 
 def sft_trainer(model, layout="shared", compiled=True, **options):
     """A trainer that has not trained."""
-    given = {**arguments("sft", False, model), "train_dataset": DATA["sft"](8, SEED), **(COMPILED if compiled else {})}
+    given = {**arguments("sft", False, model), **(COMPILED if compiled else {})}
     return make_trainer("sft", layout, **given, **options)
 
 
 def assert_trains_as_padded(task, make, tolerance=TOLERANCE, **options):
     # Models of tests have no name that a reference could be loaded from
-    both = {"train_dataset": DATA[task](8, SEED), "steps": 2, **({"beta": 0.0} if task in ("grpo", "rloo") else {})}
+    both = {"steps": 2, **({"beta": 0.0} if task in ("grpo", "rloo") else {})}
     padded = run(task, "padded", **make(), **both)
     ours = run(task, "shared", **make(), **both, **COMPILED, **options)
     assert graphs()

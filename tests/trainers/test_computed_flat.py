@@ -6,13 +6,11 @@ from itertools import product
 import pytest
 import torch
 
-from tests.helpers.tiny import DATA, arguments
+from tests.helpers.tiny import DATA, SEED, arguments
 from tests.runs import assert_same, make_trainer, run
 from trl_paddingfree import PaddingFreeDPOTrainer, PaddingFreeGRPOTrainer
 from trl_paddingfree.data import collate
 from trl_paddingfree.trainers.registry import TRAINERS
-
-SEED = 411
 
 
 class LosesTheBatch(PaddingFreeDPOTrainer):
@@ -32,13 +30,8 @@ class GoesAroundTheHead(PaddingFreeGRPOTrainer):
         return logps, logps.detach(), None
 
 
-def arguments_of(task):
-    """What each trainer needs beside a configuration."""
-    return {**arguments(task), "train_dataset": DATA[task](8, SEED)}
-
-
 def train(trainer_class, task, **options):
-    return run(task, "ours", trainer_class=trainer_class, **arguments_of(task), steps=1, **options).trainer
+    return run(task, "ours", trainer_class=trainer_class, steps=1, **options).trainer
 
 
 @pytest.mark.parametrize(("trainer_class", "task"), [(LosesTheBatch, "dpo"), (GoesAroundTheHead, "grpo")])
@@ -52,9 +45,7 @@ def test_a_training_step_that_computes_no_flat_batch_is_an_error(trainer_class, 
 
 @pytest.mark.parametrize("task", TRAINERS)
 def test_without_padding_free_it_is_trl_bit_for_bit(task):
-    padded, ours = (
-        run(task, x, **arguments_of(task), **y) for x, y in (("padded", {}), ("ours", {"padding_free": False}))
-    )
+    padded, ours = (run(task, x, **y) for x, y in (("padded", {}), ("ours", {"padding_free": False})))
     assert ours.trainer.method == "TRL, with padding"
     assert_same(padded, ours, tolerance=0, ignored=())
     assert type(ours.trainer.data_collator) is type(padded.trainer.data_collator)
@@ -99,7 +90,7 @@ def test_collators_give_trls_tensors(collator):
 def build(task, of_trl=False, **options):
     """A trainer that has not trained, by TRL's own configuration if asked for."""
     given = {"config_class": TRAINERS[task].trl_config} if of_trl else {}
-    return make_trainer(task, "ours", **arguments_of(task), **given, **options)
+    return make_trainer(task, "ours", **given, **options)
 
 
 def said_by_us(caplog):
@@ -134,7 +125,7 @@ def test_without_a_configuration_it_trains_flat(task, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made = partial(TRAINERS[task].config_class, use_cpu=True, bf16=False)  # no GPU is here
     monkeypatch.setattr(TRAINERS[task], "config_class", made)
-    assert TRAINERS[task](**arguments_of(task)).method.startswith("padding-free")
+    assert TRAINERS[task](**arguments(task), train_dataset=DATA[task](8, SEED)).method.startswith("padding-free")
 
 
 def test_options_that_do_nothing_beside_padding_are_named(caplog):

@@ -68,7 +68,7 @@ def test_bfloat16_is_as_close_to_float32_by_the_kernels_as_with_padding(task, ba
 
 def test_adapters_cast_their_inputs_once_and_train_the_same_bit_for_bit(monkeypatch):
     def with_adapters(**options):
-        given = {**arguments("dpo", model=make_model(dtype=torch.bfloat16)), "train_dataset": preference_data(8, SEED)}
+        given = arguments("dpo", model=make_model(dtype=torch.bfloat16))
         options = {"steps": 2, "bf16": True, "gradient_checkpointing": True, **options}
         result = run("dpo", "ours", **given, **options)
         with torch.autocast("cpu", torch.bfloat16):

@@ -24,17 +24,17 @@ def with_a_column_that_kto_does_not_read(rows):
 )
 def test_examples_without_a_completion_left_are_counted_and_no_others(rows, per_row, caplog):
     total = len(rows) * per_row
-    trained = run("kto", "shared", **arguments("kto"), train_dataset=rows, steps=1, max_length=16)
+    trained = run("kto", "shared", train_dataset=rows, steps=1, max_length=16)
     kept = len(trained.trainer.train_dataset)
     assert 0 < kept < total
     assert f"The train data: dropped {total - kept} of {total} examples, which `max_length=16`" in caplog.text
     caplog.clear()
-    run("kto", "shared", **arguments("kto"), train_dataset=rows, steps=1)
+    run("kto", "shared", train_dataset=rows, steps=1)
     assert "dropped" not in caplog.text
     longer = rows.filter(lambda row: len(str(row["prompt"]).split()) > 1)
     total = len(longer) * per_row
     with pytest.raises(ValueError, match=f"dropped {total} of {total} examples, .* Raise `max_length`"):
-        make_trainer("kto", "shared", **arguments("kto"), train_dataset=longer, max_length=2, memory_budget=8)
+        make_trainer("kto", "shared", train_dataset=longer, max_length=2, memory_budget=8)
 
 
 def test_matched_and_mismatched_rows_of_one_width_are_kept_apart(data):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.memory import budgeted
-from tests.helpers.tiny import DATA, SEED, arguments, preference_data
+from tests.helpers.tiny import SEED, arguments, preference_data
 from tests.runs import make_trainer
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer
 from trl_paddingfree.memory.planner import MemoryPlanner
@@ -16,7 +16,7 @@ from trl_paddingfree.memory.planner import MemoryPlanner
 @pytest.mark.parametrize("task", ["dpo", "grpo"])
 def test_a_model_keeps_nothing_of_a_trainer_that_is_gone(task):
     given = arguments(task, False)
-    trainer = make_trainer(task, "shared", **given, train_dataset=DATA[task](8, SEED), memory_budget=8, steps=1)
+    trainer = make_trainer(task, "shared", **given, memory_budget=8, steps=1)
     trainer.train()
     model, parts = trainer.model, (trainer, trainer.flat.planner, trainer.optimizer.optimizer, trainer.accelerator)
     gone = [weakref.ref(part) for part in parts]
@@ -64,7 +64,7 @@ class Watched(PaddingFreeDPOTrainer):
 
 
 def test_a_metric_that_is_not_known_is_no_mean_over_parts(model_dir):
-    given = {"model": model_dir, "train_dataset": preference_data(8, SEED), "max_tokens_per_micro_batch": 40}
+    given = {"model": model_dir, "max_tokens_per_micro_batch": 40}
     with pytest.raises(ValueError, match="Watched logs `longest`, and how parts of a micro-batch combine it is not"):
         make_trainer("dpo", "shared", trainer_class=Watched, **given).train()
     known = type("Known", (Watched,), {"extremes": {"longest": max}})

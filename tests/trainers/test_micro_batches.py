@@ -103,8 +103,7 @@ def test_an_incomplete_last_step_stays_as_it_is_and_the_first_where_it_fills_the
 
 
 def test_models_that_transformers_has_sharded_are_refused_beside_budgets(model_dir):
-    options = {"model": model_dir, "train_dataset": preference_data(8, SEED), "max_tokens_per_micro_batch": 200}
-    trainer = make_trainer("dpo", "ours", **options)
+    trainer = make_trainer("dpo", "ours", model=model_dir, max_tokens_per_micro_batch=200)
     trainer.flat.is_planned, trainer.is_distributed_loading_by_transformers = False, True
     with pytest.raises(ValueError, match="`distributed_config` shards the model as it is loaded"):
         trainer.flat.plan(trainer, trainer.model)
@@ -201,9 +200,7 @@ def test_an_optimizer_that_zero2_has_moved_away_is_refused_beside_parts(model_di
     """DeepSpeed drops the gradients of each pass but the last there, unless it accumulates by itself."""
     offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
     plugin = mock.PropertyMock(return_value=SimpleNamespace(zero_stage=2, deepspeed_config=offload))
-    common = {"model": model_dir, "train_dataset": preference_data(8, SEED), "steps": 1}
-    common["max_tokens_per_micro_batch"] = 200
-    trainer = run("dpo", "ours", **common).trainer
+    trainer = run("dpo", "ours", model=model_dir, steps=1, max_tokens_per_micro_batch=200).trainer
     with mock.patch.object(AcceleratorState, "deepspeed_plugin", plugin):
         with pytest.raises(ValueError, match="keeps the gradients of the last part"):
             trainer.refuse_options()

@@ -107,8 +107,8 @@ def test_rows_of_a_prompt_are_brought_together_without_changing_the_loss(data, t
         options["train_dataset"] = data.select([i for i in range(8) for _ in range(2)])
     else:
         options |= {"steps_per_generation": 8, "num_iterations": 2}
-    scattered = run(task, "shared", **arguments(task), **options)
-    together = run(task, "shared", **arguments(task), arrange_micro_batches="prefix", **options)
+    scattered = run(task, "shared", **options)
+    together = run(task, "shared", arrange_micro_batches="prefix", **options)
     assert_same(scattered, together, ignored=MOVED)
     counts, fewer = scattered.trainer.total_counts(), together.trainer.total_counts()
     assert (fewer.real, fewer.padded) == (counts.real, counts.padded)

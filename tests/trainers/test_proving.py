@@ -9,7 +9,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.reference_flash import reference_flash
-from tests.helpers.tiny import arguments, preference_data
+from tests.helpers.tiny import arguments
 from tests.helpers.vision import make_vision, vision_pairs
 from tests.runs import make_trainer
 from trl_paddingfree.check.prove import UnprovenModelError
@@ -96,7 +96,7 @@ def test_what_was_not_compared_stands_in_the_log_with_the_reason(case, caplog, m
 def test_slices_of_a_model_that_draws_at_random_are_not_compared_either(caplog):
     given = arguments("dpo", False, tiny_model("phimoe"), make=lambda seed: tiny_model("phimoe", seed=seed))
     budget = {"max_tokens_per_micro_batch": 20, "router_aux_loss_coef": 0.0}
-    make_trainer("dpo", "ours", **given, train_dataset=preference_data(8, 0), **budget)
+    make_trainer("dpo", "ours", **given, **budget)
     assert "Slices within the budget: exact as far as it was compared (gradients were not compared, beca" in caplog.text
 
 
@@ -118,7 +118,6 @@ def test_liger_kernels_are_there_when_the_model_is_proven(monkeypatch):
         model.get_base_model().model.norm.register_forward_hook(mix)
 
     monkeypatch.setattr("transformers.integrations.liger.apply_liger_kernel", mix_rows)
-    data = preference_data(8, 0)
-    make_trainer("dpo", "ours", **arguments("dpo"), train_dataset=data)
+    make_trainer("dpo", "ours")
     with pytest.raises(UnprovenModelError):
-        make_trainer("dpo", "ours", **arguments("dpo"), train_dataset=data, use_liger_kernel=True)
+        make_trainer("dpo", "ours", use_liger_kernel=True)

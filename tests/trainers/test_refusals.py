@@ -29,7 +29,7 @@ SEED = 7793
 
 def build(task="dpo", **given):
     """A trainer of ours, by default of adapters."""
-    return make_trainer(task, "ours", **{**arguments(task), "train_dataset": DATA[task](8, SEED), **given})
+    return make_trainer(task, "ours", **{**arguments(task), **given})
 
 
 def without(*tokens):
@@ -267,7 +267,7 @@ def test_trl_speaks_of_streaming_data_that_is_dispatched(task, caplog):
         caplog.clear()
         options = {"train_dataset": stream, "accelerator_config": {"dispatch_batches": True}}
         with nullcontext() if task == "dpo" else pytest.raises(ValueError, match="dispatch_batches") as error:
-            trainer = make_trainer(task, layout, **arguments(task), **options)
+            trainer = make_trainer(task, layout, **options)
             assert trainer.args.accelerator_config.dispatch_batches is False
         warned = [message for message in caplog.messages if "`dispatch_batches`" in message]
         said.append(warned if error is None else str(error.value))
@@ -447,7 +447,7 @@ def test_the_precision_of_the_launcher_is_named_where_the_configuration_has_anot
     assert "in spite of `bf16=False, fp16=False`" in said
 
 
-def compared(rows, caplog, **options):
+def compared(rows, **options):
     """A run of padded TRL, as ours of the same pairs logs what is odd about them."""
     return compare("dpo", lambda: arguments("dpo"), Dataset.from_list(rows), **options).padded.trainer
 
@@ -456,7 +456,7 @@ def test_odd_pairs_are_counted_and_train_as_in_trl(caplog):
     # Evaluated one by one, so that each is also a batch of its own
     options = {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 1}
     rows = ODD_ROWS + preference_data(7, SEED, conversational=False).to_list()
-    assert len(compared(rows, caplog, eval_dataset=Dataset.from_list(ODD_ROWS), **options).train_dataset) == len(rows)
+    assert len(compared(rows, eval_dataset=Dataset.from_list(ODD_ROWS), **options).train_dataset) == len(rows)
     # `preference_data` has one identical pair of its own
     counted = "2 with an empty prompt, 3 with an empty completion, 3 with identical chosen and rejected, of 12 pairs"
     assert f"The train data: {counted}" in caplog.text
@@ -468,7 +468,7 @@ def test_odd_conversations_are_counted_and_train_as_in_trl(caplog):
         {"prompt": user(""), "chosen": assistant("w1 w2"), "rejected": assistant("w3")},
         {"prompt": user("w4"), "chosen": assistant(""), "rejected": assistant("")},
     ]
-    compared(odd + preference_data(6, SEED).to_list(), caplog, steps=2)
+    compared(odd + preference_data(6, SEED).to_list(), steps=2)
     counted = "1 with an empty prompt, 1 with an empty completion, 2 with identical chosen and rejected, of 8 pairs"
     assert counted in caplog.text
 
@@ -479,7 +479,7 @@ def test_implicit_prompts_train_as_in_trl_and_only_completions_count_as_empty(ca
         for row in preference_data(7, SEED)
     ]
     rows.append({"chosen": user("w1") + assistant(""), "rejected": user("w1") + assistant("w2")})
-    compared(rows, caplog, steps=2)
+    compared(rows, steps=2)
     counted = "The train data: 1 with an empty completion, 1 with identical chosen and rejected, of 8 pairs"
     assert counted in caplog.text
 
@@ -487,7 +487,7 @@ def test_implicit_prompts_train_as_in_trl_and_only_completions_count_as_empty(ca
 def test_pairs_without_a_completion_left_are_dropped_as_in_trl_and_counted(caplog):
     total = {"train": 20, "eval": 9}
     rows = {name: preference_data(number, SEED + number) for name, number in total.items()}
-    trainer = compared(rows["train"].to_list(), caplog, eval_dataset=rows["eval"], max_length=16)
+    trainer = compared(rows["train"].to_list(), eval_dataset=rows["eval"], max_length=16)
     for name, number in total.items():
         kept = len(getattr(trainer, f"{name}_dataset"))
         assert 0 < kept < number

@@ -185,13 +185,13 @@ def test_what_a_formatting_function_reads_needs_no_roles():
     """TRL reads what it returns, and nothing else."""
     data = Dataset.from_list([{"messages": [{"from": "human", "value": "one two three"}]}] * 4)
     options = {"formatting_func": lambda row: row["messages"][0]["value"], "steps": 1}
-    run("sft", "ours", **arguments("sft"), train_dataset=data, **options)
+    run("sft", "ours", train_dataset=data, **options)
 
 
 def test_positions_of_documents_in_rows_that_are_not_cut_are_refused():
     collator = DataCollatorForLanguageModeling(0, return_position_ids=True)
     with pytest.raises(ValueError, match="`return_position_ids=True` numbers documents"):
-        make_trainer("sft", "ours", **arguments("sft"), train_dataset=conversations(4, SEED), data_collator=collator)
+        make_trainer("sft", "ours", data_collator=collator)
 
 
 def test_padding_of_a_packed_row_that_routers_would_learn_from_is_refused():
@@ -206,6 +206,6 @@ def test_padding_of_a_packed_row_that_routers_would_learn_from_is_refused():
 
 
 def test_a_loss_that_one_process_logs_waits_for_no_other():
-    trainer = make_trainer("sft", "ours", **arguments("sft"), train_dataset=conversations(4, SEED))
+    trainer = make_trainer("sft", "ours")
     trainer.log({"loss": 1.0})
     assert not any(name.startswith("flat") for name in trainer.state.log_history[-1])

@@ -100,8 +100,8 @@ def test_images(kind, task, data, passes):
 def test_a_run_that_is_resumed_in_mid_epoch_ends_with_the_same_figures(task, tmp_path, passes):
     options = {"train_dataset": DATA[task](24, SEED), "steps": 4, "output_dir": str(tmp_path), **TINY}
     options |= {"save_strategy": "steps", "save_steps": 2}
-    whole = run(task, "shared", **arguments(task), **options)
-    trainer = make_trainer(task, "shared", **arguments(task), **options)
+    whole = run(task, "shared", **options)
+    trainer = make_trainer(task, "shared", **options)
     again = train(trainer, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     # TRL counts tokens anew, and the mean over the run has the steps since
     assert_same(whole, again, ignored=(*ROUNDED, "accuracy", "num_tokens", "train_loss"))
@@ -111,9 +111,7 @@ def test_a_run_that_is_resumed_in_mid_epoch_ends_with_the_same_figures(task, tmp
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_of_transformers_computes_nothing_else(reentrant, passes):
     kwargs = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
-    runs = [
-        run("dpo", "shared", **arguments("dpo"), train_dataset=DATA["dpo"](8, SEED), **TINY, **o) for o in ({}, kwargs)
-    ]
+    runs = (run("dpo", "shared", **TINY, **options) for options in ({}, kwargs))
     assert_same(*runs, tolerance=0, ignored=())
     assert_in_slices(passes)
 
@@ -123,5 +121,5 @@ def test_a_model_of_a_trainer_before_is_not_computed_by_its_budget(passes):
     for options in (TINY, {}, TINY):
         passes.clear()
         made = {"model": model, "processing_class": make_tokenizer()}
-        run("sft", "shared", **made, train_dataset=DATA["sft"](8, SEED), steps=1, **options)
+        run("sft", "shared", **made, steps=1, **options)
         assert bool(passes) == bool(options)
