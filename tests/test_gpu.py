@@ -7,10 +7,10 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it o
 
 import pytest
 import torch
-from trl.trainer.utils import add_fused_lm_head
 
 from scripts.benchmark.baseline import baseline_attention
 from scripts.benchmark.measure import count_syncs
+from tests.helpers.architectures import with_head
 from tests.helpers.flat_and_padded import log_probs_and_gradients, padded_rows
 from tests.helpers.tiny import SHARING, make_model, preference_data
 from tests.runs import run
@@ -72,7 +72,7 @@ def make_models(model_type="llama", **overrides):
     padded = copy.deepcopy(reference).bfloat16()
     flat = copy.deepcopy(padded)
     for model in (reference, padded, flat):
-        add_fused_lm_head(model)
+        with_head(model)
     FlatModel.install(flat, choose_route(flat))
     return reference, padded, flat
 

@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 from transformers.utils import is_flash_attn_2_available
-from trl.trainer.utils import add_fused_lm_head
 
-from tests.helpers.architectures import is_older, proven, tiny_model
+from tests.helpers.architectures import is_older, proven, tiny_model, with_head
 from tests.helpers.flat_and_padded import assert_equals_padded
 from tests.helpers.pages import ROOT
 from tests.helpers.reference_flash import reference_flash, torch_varlen_func
@@ -54,10 +53,7 @@ def make(name, attention):
     """A model of `MUST_WORK` with TRL's fused head, in training mode without dropout."""
     model_type, options = MUST_WORK.get(name, (name, {}))
     model = tiny_model(model_type, attn_implementation=attention, seed=SEED, **options)
-    if model_type == "llama4_text":  # as its documentation in this package says
-        model.base_model_prefix = "model"
-    add_fused_lm_head(model)
-    return model.train(model_type != "phimoe")  # it draws its experts at random in training
+    return with_head(model).train(model_type != "phimoe")  # it draws its experts at random in training
 
 
 @pytest.mark.parametrize("name", EAGER_ONLY[is_older("5.21") :])  # until then, sdpa left Gemma 2's soft-capping out
@@ -155,6 +151,5 @@ def test_the_table_of_models_is_up_to_date():
 
 def test_gemma3_trains_on_text_without_token_types():
     """trl#5807."""
-    model = tiny_model("gemma3")
-    add_fused_lm_head(model)
-    assert_equals_padded(model.train(), Route("segment", "sdpa", prefix_sharing=True), SEED)
+    model = with_head(tiny_model("gemma3")).train()
+    assert_equals_padded(model, Route("segment", "sdpa", prefix_sharing=True), SEED)

@@ -11,11 +11,10 @@ import pytest
 import torch
 from peft import LilyConfig, LoraConfig, get_peft_model
 from transformers.integrations.neftune import neftune_post_forward_hook
-from trl.trainer.utils import add_fused_lm_head
 
 from tests.check.test_mutations import leak as mixed
 from tests.check.test_prove import SEGMENT, make
-from tests.helpers.architectures import MODEL_TYPES, NOT_BUILT, proven
+from tests.helpers.architectures import MODEL_TYPES, NOT_BUILT, proven, with_head
 from tests.helpers.tiny import DTYPES, SEED, SHARING, make_model
 from trl_paddingfree.check import training
 from trl_paddingfree.check.gradients import RowsInTraining, check_gradients
@@ -278,8 +277,6 @@ def test_the_check_says_what_it_would_have_found():
 @pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name not in NOT_BUILT])
 def test_flat_rows_longer_than_the_positions_train_or_are_refused(model_type):
     model = make(model_type, attention=None)
-    if model.base_model is model:
-        model.base_model_prefix = "model"
     try:
         result, _ = prove(model, choose_route(model))
     except (UnprovenModelError, RuntimeError, AttributeError, TypeError, IndexError):
@@ -326,9 +323,7 @@ def test_a_model_without_watched_embeddings_is_refused():
 def deep(monkeypatch):
     """Eight layers, with a window and without in turns, of a model that is taken for a large one."""
     monkeypatch.setattr(training, "_MOST", {"cpu": 0})
-    model = make_model("gemma2", num_hidden_layers=8)
-    add_fused_lm_head(model)
-    return model
+    return with_head(make_model("gemma2", num_hidden_layers=8))
 
 
 def test_of_layers_of_one_kind_in_a_large_model_the_first_and_the_last_compute_and_the_others_are_named(monkeypatch):

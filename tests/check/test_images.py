@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from trl.trainer.utils import add_fused_lm_head
 
+from tests.helpers.architectures import with_head
 from tests.helpers.tiny import SEED
 from tests.helpers.vision import make_vision, needs_torchvision, vision_completions, vision_pairs
 from trl_paddingfree.check.prove import UnprovenModelError
@@ -23,7 +23,7 @@ qwen = pytest.param("qwen2_5_vl", marks=needs_torchvision)
 
 def make(kind, task="dpo"):
     model, processor = make_vision(kind, seed=SEED)
-    add_fused_lm_head(model)
+    with_head(model)
     collator_class, data = {
         "dpo": (VisionPreferenceCollator, vision_pairs),
         "sft": (VisionLanguageModelingCollator, vision_completions),

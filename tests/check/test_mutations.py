@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from trl.trainer.utils import add_fused_lm_head
 
-from tests.helpers.architectures import proven, tiny_model
+from tests.helpers.architectures import proven, tiny_model, with_head
 from tests.helpers.tiny import SEED, make_model
 from trl_paddingfree.check import training
 from trl_paddingfree.check.prove import UnprovenModelError
@@ -33,8 +32,7 @@ def mutated(kind, number, mistake, trains):
     """A model of eight layers, one of which is wrong about flat rows, in one mode only."""
     model_type, options = KINDS[kind]
     make = tiny_model if kind == "recurrent" else make_model
-    model = make(model_type, seed=SEED, num_hidden_layers=8, **options)
-    add_fused_lm_head(model)
+    model = with_head(make(model_type, seed=SEED, num_hidden_layers=8, **options))
     layer = model.base_model.layers[number]
     forward = layer.forward
 
@@ -78,8 +76,7 @@ def test_without_a_mistake_the_same_models_are_exact(kind):
 
 
 def test_a_mistake_that_reaches_further_than_the_rows_is_found():
-    model = make_model(seed=SEED, max_position_embeddings=8192)
-    add_fused_lm_head(model)
+    model = with_head(make_model(seed=SEED, max_position_embeddings=8192))
     mlp = model.base_model.layers[1].mlp
     forward = mlp.forward
     mlp.forward = lambda states: forward(torch.nn.functional.pad(states, (0, 0, 300, 0))[:, :-300] + states)

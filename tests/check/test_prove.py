@@ -13,9 +13,8 @@ from accelerate import dispatch_model
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig
 from transformers.models.bamba import modeling_bamba
-from trl.trainer.utils import add_fused_lm_head
 
-from tests.helpers.architectures import proven, tiny_config, tiny_model
+from tests.helpers.architectures import proven, tiny_config, tiny_model, with_head
 from tests.helpers.reference_flash import flash_attn_varlen_func, reference_flash
 from tests.helpers.reference_state import reference_state_kernels
 from tests.helpers.tiny import DTYPES, SEED, SHARING, lora
@@ -33,9 +32,7 @@ FLASH_POSITIONS = Route("positions", "flash_attention_2", prefix_sharing=False)
 
 
 def make(model_type="llama", attention="sdpa", seed=SEED, **options):
-    model = tiny_model(model_type, attn_implementation=attention, seed=seed, **options)
-    add_fused_lm_head(model)
-    return model
+    return with_head(tiny_model(model_type, attn_implementation=attention, seed=seed, **options))
 
 
 def deep(dtype=torch.bfloat16, seed=SEED):
@@ -167,7 +164,6 @@ def test_a_window_that_does_not_reach_attention_is_caught_however_wide_it_is(win
 )
 def test_limits_that_were_narrowed_are_as_wide_as_before(model_type, name):
     model = make(model_type, **{name: 2048})
-    model.base_model_prefix = "model"
     seen = set()
     model.base_model.register_forward_pre_hook(lambda *_: seen.add(getattr(model.config, name)))
     assert check_flat(model, choose_route(model)).passed
@@ -339,8 +335,7 @@ def quantized(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["plain", "bfloat16", "autocast", "lora", "checkpointed", "devices", "4bit"])
 def test_check_works_on_every_kind_of_model_and_leaves_it_as_it_was(kind, request, monkeypatch):
     if kind == "4bit":
-        model = request.getfixturevalue("quantized")
-        add_fused_lm_head(model)
+        model = with_head(request.getfixturevalue("quantized"))
     else:
         model = make(dtype=torch.bfloat16 if kind == "bfloat16" else torch.float32)
         wrap = {"lora": adapted, "checkpointed": checkpointed, "devices": on_several_devices}.get(kind, lambda m: m)
@@ -435,9 +430,7 @@ def test_a_model_with_many_new_tokens_is_exact(model_type, dtype):
     """New tokens have one embedding, the mean of the others: one of them in the place of another changes nothing."""
     model = tiny_model(model_type, attn_implementation="sdpa", seed=SEED, initializer_range=0.02)
     model.resize_token_embeddings(300)
-    model.to(dtype)
-    add_fused_lm_head(model)
-    result = proven(model)
+    result = proven(with_head(model.to(dtype)))
     assert result.effect > 10 * result.noise
 
 
@@ -501,7 +494,6 @@ def test_three_axes_of_positions_are_not_boundaries(model_type):
             config = tiny_config(model_type)
             config.text_config.rope_parameters = rope
             model = AutoModelForImageTextToText.from_config(config, attn_implementation=loaded).eval()
-            add_fused_lm_head(model)
-            result = proven(model)
+            result = proven(with_head(model))
         assert result.route.backend == ("segment" if loaded == "sdpa" else "flash")
         assert result.prefix_sharing

@@ -8,6 +8,7 @@ import transformers
 from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from trl.trainer.utils import add_fused_lm_head
 
 from trl_paddingfree.check.prove import CheckResult, prove
 from trl_paddingfree.model.routes import choose_route
@@ -72,6 +73,14 @@ def tiny_model(model_type: str, *, dtype: torch.dtype = torch.float32, seed: int
     """A tiny model with random weights."""
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(tiny_config(model_type, **overrides)).to(dtype).eval()
+
+
+def with_head(model, **options):
+    """A model with TRL's fused head, whose backbone is named as docs/models.md says where TRL finds none."""
+    if model.base_model is model:
+        model.base_model_prefix = "model"
+    add_fused_lm_head(model, **options)
+    return model
 
 
 def proven(model: PreTrainedModel, **options: Any) -> CheckResult:

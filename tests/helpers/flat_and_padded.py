@@ -2,8 +2,8 @@
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from trl.trainer.utils import add_fused_lm_head
 
+from tests.helpers.architectures import with_head
 from tests.helpers.float64 import TOLERANCE, float64_throughout, in_float64
 from tests.runs import gradient_differences, largest_of
 from trl_paddingfree import FlatBatch
@@ -13,8 +13,7 @@ from trl_paddingfree.model.routes import Route, choose_route
 
 def flat_model(model, **route) -> FlatModel:
     """Gives a model TRL's fused head, and has it compute flat batches."""
-    add_fused_lm_head(model)
-    return FlatModel.install(model, choose_route(model, **route))
+    return FlatModel.install(with_head(model), choose_route(model, **route))
 
 
 def tree(seed: int) -> list[list[int]]:

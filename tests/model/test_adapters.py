@@ -7,8 +7,8 @@ import torch
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-from trl.trainer.utils import add_fused_lm_head
 
+from tests.helpers.architectures import with_head
 from tests.helpers.flat_and_padded import flat_model
 from tests.helpers.reference_flash import varlen_on
 from tests.helpers.tiny import SEED, lora, make_model
@@ -136,8 +136,7 @@ LENGTH = 200
 @pytest.mark.parametrize(("once", "kilobytes"), [(False, 217), (True, 185)], ids=["twice", "once"])
 def test_a_layer_keeps_15_percent_less_of_a_token(once, kilobytes):
     model, route = make_model(dtype=torch.bfloat16, **LAYER), Route("varlen", "sdpa", prefix_sharing=False)
-    add_fused_lm_head(model)
-    FlatModel.install(model, route)
+    FlatModel.install(with_head(model), route)
     adapters = get_peft_model(model, LoraConfig(r=16 // WIDTH, target_modules="all-linear"))
     adapters.enable_input_require_grads()
     if once:

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 from trl.models import enable_selective_activation_checkpointing
-from trl.trainer.utils import add_fused_lm_head
 
-from tests.helpers.architectures import tiny_model
+from tests.helpers.architectures import tiny_model, with_head
 from tests.helpers.reference_flash import flash_attn_varlen_func, reference_flash
 from tests.helpers.tiny import make_model
 from trl_paddingfree import upstream
@@ -113,7 +112,6 @@ def test_flash_attention_4_serves_by_each_of_its_names(name, model_type):
         model = tiny_model(model_type, attn_implementation=name)
         if upstream.attn_implementation(model) != name:
             pytest.skip("transformers takes another kernel")
-        add_fused_lm_head(model)
-        route = choose_route(model)
+        route = choose_route(with_head(model))
         assert (route.backend, route.previous, route.prefix_sharing) == ("flash", name, True)
         assert check_flat(model, route).passed

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 from transformers.integrations.neftune import neftune_post_forward_hook
-from trl.trainer.utils import add_fused_lm_head
 
-from tests.helpers.architectures import tiny_model
+from tests.helpers.architectures import tiny_model, with_head
 from tests.helpers.flat_and_padded import flat_model, padded_rows
 from tests.helpers.tiny import make_model
 from trl_paddingfree import FlatBatch
@@ -38,9 +37,8 @@ trees = st.lists(st.lists(tokens, min_size=1, max_size=12), min_size=1, max_size
 @pytest.fixture(scope="module", params=ROUTES, ids=lambda r: f"{r.backend}-{r.previous}")
 def double_model(request):
     model = make_model(dtype=torch.float64, attn_implementation=request.param.previous, vocab_size=8)
-    add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
-    FlatModel.install(model, request.param)
-    return model
+    outputs = ("log_probs", "entropy", "is_top1")
+    return FlatModel.install(with_head(model, outputs=outputs), request.param).model
 
 
 @given(rows=trees, prefix_sharing=st.booleans(), multiple=st.sampled_from([None, 8]))
@@ -121,8 +119,7 @@ def test_installing_again_changes_the_route_and_nothing_else():
 
 
 def test_a_copy_of_a_model_computes_with_its_own_weights_and_on_its_own_route():
-    model = make_model()
-    add_fused_lm_head(model)
+    model = with_head(make_model())
     route = choose_route(model)
     FlatModel.install(model, route).edits.pending.append((torch.zeros(3), torch.Generator()))  # as events, no copies
     clone = copy.deepcopy(model)
@@ -190,7 +187,7 @@ def test_a_second_trainer_and_mixed_precision_find_the_route():
     FlatModel.install(model, choose_route(model, "mask"))
     assert model.forward == wrapped
     assert FlatModel.of(model).route == Route("mask", "sdpa", prefix_sharing=True)
-    add_fused_lm_head(model)
+    with_head(model)
     assert FlatModel.of(model) is None
     FlatModel.install(model, choose_route(model))
     assert FlatModel.of(model).route == Route("segment", "sdpa", prefix_sharing=True)

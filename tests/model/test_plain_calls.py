@@ -7,9 +7,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 from transformers.utils.generic import is_flash_attention_requested
-from trl.trainer.utils import add_fused_lm_head
 
-from tests.helpers.architectures import MODEL_TYPES, NOT_BUILT, tiny_model
+from tests.helpers.architectures import MODEL_TYPES, NOT_BUILT, tiny_model, with_head
 from tests.helpers.reference_flash import reference_flash
 from tests.helpers.tiny import SEED
 from trl_paddingfree.model.attention import StandIn, register_attention
@@ -23,11 +22,7 @@ LENGTH = 21  # longer than the windows, chunks and index blocks of the tiny mode
 
 
 def make(model_type, attention=None, **options):
-    model = tiny_model(model_type, attn_implementation=attention, seed=SEED, **options)
-    if model.base_model is model:
-        model.base_model_prefix = "model"  # as docs/models.md says
-    add_fused_lm_head(model)
-    return model
+    return with_head(tiny_model(model_type, attn_implementation=attention, seed=SEED, **options))
 
 
 def answered(call):

@@ -3,9 +3,8 @@
 import numpy as np
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
-from trl.trainer.utils import add_fused_lm_head
 
-from tests.helpers.architectures import tiny_model
+from tests.helpers.architectures import tiny_model, with_head
 from tests.helpers.tiny import ATTENTIONS, SHARING, make_model
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.memory.features import memory_features
@@ -45,8 +44,7 @@ def test_short_segments_keep_the_bytes_that_are_predicted(attention, prefix_shar
     """One long segment, short ones that start together, and short ones of one length that start here and there."""
     model, route = make_model(), Route("segment", attention, prefix_sharing)
     model.set_attn_implementation(attention)
-    add_fused_lm_head(model)
-    FlatModel.install(model, route)
+    FlatModel.install(with_head(model), route)
     per_feature = count_kept_bytes(model, route)
     draws = torch.Generator().manual_seed(0)
 

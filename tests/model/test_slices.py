@@ -14,10 +14,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.modeling_layers import GradientCheckpointingLayer
-from trl.trainer.utils import add_fused_lm_head
 
 from tests.check.test_architectures import MUST_WORK
-from tests.helpers.architectures import MODEL_TYPES, tiny_model
+from tests.helpers.architectures import MODEL_TYPES, tiny_model, with_head
 from tests.helpers.flat_and_padded import assert_same_gradients, log_probs_and_gradients, tree
 from tests.helpers.float64 import TOLERANCE, float64_throughout, in_float64
 from tests.helpers.pages import ROOT
@@ -39,10 +38,8 @@ FLAT = [name for name in MODEL_TYPES if VERDICTS.get(name) == "flat and shared"]
 
 def flat_model(model, **route):
     """What makes a model compute flat batches, in training mode."""
-    if model.base_model is model:  # Llama 4
-        model.base_model_prefix = "model"
-    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    return FlatModel.install(model.train(), choose_route(model, **route))
+    model = with_head(model.train(), outputs=("log_probs", "entropy"))
+    return FlatModel.install(model, choose_route(model, **route))
 
 
 def padded(rows, value):

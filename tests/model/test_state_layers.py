@@ -14,9 +14,8 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import get_peft_model
-from trl.trainer.utils import add_fused_lm_head
 
-from tests.helpers.architectures import is_older, proven, tiny_model
+from tests.helpers.architectures import is_older, proven, tiny_model, with_head
 from tests.helpers.flat_and_padded import assert_equals_padded, assert_same_gradients
 from tests.helpers.float64 import TOLERANCE, float64_throughout, in_float64
 from tests.helpers.reference_flash import reference_flash
@@ -69,9 +68,7 @@ NO_BOUNDARIES = NO_KERNELS | {"mamba", "jamba", "zamba", *WITHIN_ATTENTION}
 
 def make(model_type, **options):
     """A tiny model with TRL's fused head, in training mode without dropout."""
-    model = tiny_model(model_type, seed=SEED, **options)
-    add_fused_lm_head(model)
-    return model.train()
+    return with_head(tiny_model(model_type, seed=SEED, **options)).train()
 
 
 @pytest.mark.drawn(9)
@@ -230,7 +227,7 @@ def test_lora_on_a_layer_learns_as_with_padding(model_type, targets):
     model = tiny_model(model_type, seed=SEED)
     # PEFT asks for a multiple of a convolution's groups
     peft_model = get_peft_model(model, lora(r=64, target_modules=targets))
-    add_fused_lm_head(model)
+    with_head(model)
     peft_model.train()
     adapted = [name for name, p in model.named_parameters() if p.requires_grad]
     assert any(part in name for name in adapted for part in ("conv.in_proj", "linear_attn.in_proj"))

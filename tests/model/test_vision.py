@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from trl.trainer.utils import add_fused_lm_head
 
+from tests.helpers.architectures import with_head
 from tests.helpers.tiny import SEED
 from tests.helpers.vision import make_vision, needs_torchvision, vision_completions
 from trl_paddingfree.images.collate import VisionLanguageModelingCollator
@@ -20,8 +20,7 @@ KINDS = ["gemma3", *(pytest.param(kind, marks=needs_torchvision) for kind in ("q
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_and_loss_of_rows_with_images_are_those_of_padded_rows(kind, backend):
     model, processor = make_vision(kind, seed=SEED)
-    add_fused_lm_head(model)
-    model.eval()
+    with_head(model).eval()
     collator = VisionLanguageModelingCollator(
         processor, completion_only_loss=True, padding_free=True, prefix_sharing=True, rules=vision_rules(model)
     )

@@ -50,8 +50,6 @@ def comparison(monkeypatch):
 def test_nothing_inside_the_flat_model_needs_a_value(comparison, name, prefix_sharing, checkpointing):
     # On the CPU, experts compute in float32 by a route that meta tensors cannot take
     model = tiny_model(name, dtype=torch.bfloat16, **MODELS[name]).train()
-    if name == "llama4_text":  # as docs/models.md says
-        model.base_model_prefix = "model"
     flat_model(model)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -6,8 +6,8 @@ import weakref
 import pytest
 import torch
 from transformers import AttentionMaskInterface
-from trl.trainer.utils import add_fused_lm_head
 
+from tests.helpers.architectures import with_head
 from tests.helpers.flat_and_padded import flat_model
 from tests.helpers.reference_flash import reference_flash
 from tests.helpers.tiny import ATTENTIONS, make_model
@@ -59,8 +59,7 @@ def test_no_dense_mask_is_made(monkeypatch):
 @pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "flash_attention_4", "kernels-community/x"])
 def test_every_flash_attention_gets_boundaries(name, monkeypatch):
     """trl#3942."""
-    model, calls = make_model(), []
-    add_fused_lm_head(model)
+    model, calls = with_head(make_model()), []
     AttentionMaskInterface.register(name, AttentionMaskInterface()["flash_attention_2"])  # as loading a kernel does
     upstream.set_attn_implementation(model, name)
     attend = lambda query, *args, **kwargs: calls.append(kwargs) or torch.zeros_like(query)  # noqa: E731

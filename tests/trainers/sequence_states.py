@@ -10,9 +10,8 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from trl.trainer.utils import add_fused_lm_head
 
-from tests.helpers.architectures import tiny_model
+from tests.helpers.architectures import tiny_model, with_head
 from tests.helpers.flat_and_padded import log_probs_and_gradients, tree
 from tests.helpers.float64 import TOLERANCE, float64_throughout, in_float64
 from tests.helpers.reference_state import reference_state_kernels
@@ -63,8 +62,7 @@ def as_engines_average(gradients, model, size):
 @float64_throughout()
 def compare(name, seed, group, has_kernels):
     model_type, options = FAMILIES[name]
-    model = in_float64(tiny_model(model_type, seed=seed, **options)).train()
-    add_fused_lm_head(model)
+    model = with_head(in_float64(tiny_model(model_type, seed=seed, **options))).train()
     with reference_state_kernels(model) if has_kernels else nullcontext():
         route = choose_route(model)
         refuse_unsliceable(model, route, group.size)

@@ -9,9 +9,8 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-from trl.trainer.utils import add_fused_lm_head
 
-from tests.helpers.architectures import tiny_model
+from tests.helpers.architectures import tiny_model, with_head
 from tests.helpers.flat_and_padded import flat_model, tree
 from tests.helpers.random_draws import MODEL_TYPES
 from tests.helpers.tiny import DATA, ROUTED, SEED, make_model
@@ -263,10 +262,7 @@ def test_a_loss_that_parts_cannot_be_weighted_in_is_refused(model_dir):
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_logits_and_loss_of_shared_rows_are_those_of_each_row(model_type):
     """Also of models whose own forward calls another backbone than TRL's head does (OPT)."""
-    model = tiny_model(model_type, attn_implementation="eager")
-    if model.base_model is model:
-        model.base_model_prefix = "model"
-    add_fused_lm_head(model)
+    model = with_head(tiny_model(model_type, attn_implementation="eager"))
     rows = tree(SEED)
     width = max(map(len, rows))
     labels = torch.tensor([([-100] * 3 + row[3:] + [-100] * width)[:width] for row in rows])

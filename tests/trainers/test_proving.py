@@ -5,9 +5,8 @@ import re
 import pytest
 from accelerate import Accelerator, DistributedType
 from transformers import TrainingArguments
-from trl.trainer.utils import add_fused_lm_head
 
-from tests.helpers.architectures import tiny_model
+from tests.helpers.architectures import tiny_model, with_head
 from tests.helpers.reference_flash import reference_flash
 from tests.helpers.tiny import arguments
 from tests.helpers.vision import make_vision, vision_pairs
@@ -21,7 +20,7 @@ from trl_paddingfree.trainers.proving import StartUpCheck
 def start_up_check(models, **options):
     """The check of models that have TRL's head."""
     for model in models:
-        add_fused_lm_head(model)
+        with_head(model)
     args = TrainingArguments(use_cpu=True)  # before an accelerator, whose state it makes anew
     return StartUpCheck(Accelerator(cpu=True), PaddingFreeOptions(**options), args)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.architectures import tiny_model
+from tests.helpers.architectures import tiny_model, with_head
 from tests.helpers.flat_and_padded import flat_model
 from tests.helpers.launching import (
     PER_MICRO_BATCH,
@@ -288,9 +288,7 @@ SERVED = [
 
 def test_more_processes_than_a_model_can_serve_are_refused_by_name():
     for model_type, options, most, reason in SERVED:
-        model = tiny_model(model_type, **options)
-        if model.base_model is model:
-            model.base_model_prefix = "model"
+        model = with_head(tiny_model(model_type, **options))
         route = choose_route(model)
         if most > 1:
             refuse_unsliceable(model, route, most)
