@@ -11,12 +11,11 @@ import torch
 from scripts.benchmark.baseline import baseline_attention
 from scripts.benchmark.measure import count_syncs
 from tests.helpers.architectures import with_head
-from tests.helpers.flat_and_padded import log_probs_and_gradients, padded_rows
+from tests.helpers.flat_and_padded import install, log_probs_and_gradients, padded_rows
 from tests.helpers.tiny import SHARING, make_model, preference_data
 from tests.runs import run
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.model import attention
-from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.masks import FlatMask
 from trl_paddingfree.model.routes import choose_route
 from trl_paddingfree.model.state_layers import missing_kernels, state_layers
@@ -73,7 +72,7 @@ def make_models(model_type="llama", **overrides):
     flat = copy.deepcopy(padded)
     for model in (reference, padded, flat):
         with_head(model)
-    FlatModel.install(flat, choose_route(flat))
+    install(flat)
     return reference, padded, flat
 
 

@@ -15,6 +15,7 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 from tests.check.test_mutations import leak as mixed
 from tests.check.test_prove import SEGMENT, make
 from tests.helpers.architectures import MODEL_TYPES, NOT_BUILT, proven, with_head
+from tests.helpers.flat_and_padded import install
 from tests.helpers.tiny import DTYPES, SEED, SHARING, make_model
 from trl_paddingfree.check import training
 from trl_paddingfree.check.gradients import RowsInTraining, check_gradients
@@ -24,7 +25,6 @@ from trl_paddingfree.check.prove import UnprovenModelError, check_flat, prove
 from trl_paddingfree.check.training import as_in_training, moved_off_zero
 from trl_paddingfree.flat.batch import FlatBatch
 from trl_paddingfree.model import attention
-from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.masks import FlatMask
 from trl_paddingfree.model.routes import choose_route
 
@@ -249,7 +249,7 @@ def test_a_row_that_is_longer_than_the_positions_is_refused_with_the_reason():
 def test_a_flat_row_beyond_what_the_check_reaches_is_refused_with_the_fix(model_type):
     """Their tables and masks are as long as the longest row, however short the rows are."""
     model = make(model_type, attention=None)
-    FlatModel.install(model, choose_route(model, prefix_sharing=False))
+    install(model, prefix_sharing=False)
     batch = FlatBatch.from_rows([[1] * 300] * 2, [[1] * 300] * 2, prefix_sharing=False)
     rows = torch.ones(2, 300, dtype=torch.long)
     with pytest.raises(ValueError, match="`max_tokens_per_micro_batch=512`"):
@@ -431,7 +431,7 @@ def test_adapters_move_off_zero_where_autocast_has_kept_them_as_they_were():
 
 def test_noise_of_training_is_off_while_gradients_are_compared():
     model = make()
-    FlatModel.install(model, choose_route(model))
+    install(model)
     embeddings = model.get_input_embeddings()
     embeddings.neftune_noise_alpha = 5
     embeddings.register_forward_hook(neftune_post_forward_hook)

@@ -3,21 +3,17 @@
 import pytest
 import torch
 from peft import get_peft_model
-from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
+from tests.helpers.flat_and_padded import flat_model, install
 from tests.helpers.tiny import DTYPES, SEED, lora, make_model, reward_model
 from trl_paddingfree.check.slices import check_slices
 from trl_paddingfree.model import slices
 from trl_paddingfree.model.flat_model import FlatModel
-from trl_paddingfree.model.routes import choose_route
 
 
-def flat_model(model):
-    if not hasattr(model, "score"):
-        add_fused_lm_head(model)
-    FlatModel.install(model, choose_route(model))
-    return model
+def made_flat(model):
+    return (install if hasattr(model, "score") else flat_model)(model).model
 
 
 # What attention in a slice could be given in place of the keys and values of earlier slices
@@ -32,7 +28,7 @@ WRONG_KEYS = {
 @pytest.mark.parametrize("model_type", ["llama", "mistral"])
 @pytest.mark.parametrize("wrong", WRONG_KEYS)
 def test_wrong_keys_are_found_and_right_ones_pass(model_type, dtype, wrong, monkeypatch):
-    model = flat_model(make_model(model_type, dtype=dtype))
+    model = made_flat(make_model(model_type, dtype=dtype))
     found = check_slices(model, draw=SEED)
     assert found.passed, found
     attend = slices.Carry.attend
@@ -58,7 +54,7 @@ def test_wrong_keys_are_found_and_right_ones_pass(model_type, dtype, wrong, monk
 @pytest.mark.parametrize("wrong", ["dropped", "detached"])
 def test_states_that_do_not_go_on_are_found(model_type, read, wrong, monkeypatch):
     """The last tokens of earlier slices, which a convolution reads, and the states in which scans end."""
-    model = flat_model(tiny_model(model_type, seed=SEED))
+    model = made_flat(tiny_model(model_type, seed=SEED))
     found = check_slices(model, draw=SEED)
     assert found.passed, found
     of_kind, states_before = getattr(slices.Carry, read), slices.Carry._read
@@ -78,7 +74,7 @@ def test_states_that_do_not_go_on_are_found(model_type, read, wrong, monkeypatch
 
 
 def test_gradients_in_other_tokens_are_found_however_small_they_are(monkeypatch):
-    model = flat_model(make_model())
+    model = made_flat(make_model())
     attend = slices.Carry.attend
 
     def leaky(keys, *args, **kwargs):
@@ -96,21 +92,21 @@ def test_adapters_of_bfloat16_round_more_than_the_rest_of_a_model():
     model = get_peft_model(make_model(seed=SEED), lora()).get_base_model()
     for weight in model.parameters():
         weight.data = weight.data.to(torch.bfloat16 if weight.requires_grad else torch.float32)
-    results = [check_slices(flat_model(model), draw=SEED + draw) for draw in range(8)]
+    results = [check_slices(made_flat(model), draw=SEED + draw) for draw in range(8)]
     assert all(result.passed for result in results), [*map(str, results)]
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "falcon_h1", "gemma3_text"])
 def test_slices_of_a_float64_model_round_as_float32_where_it_computes_so(model_type):
     options = {"experts_implementation": "eager"} if model_type == "qwen3_next" else {}
-    model = flat_model(tiny_model(model_type, dtype=torch.float64, seed=SEED, **options))
+    model = made_flat(tiny_model(model_type, dtype=torch.float64, seed=SEED, **options))
     for draw in range(3):
         found = check_slices(model, draw=SEED + draw)
         assert found.passed, found
 
 
 def test_draws_have_rows_of_their_own_and_repeat():
-    model = flat_model(make_model())
+    model = made_flat(make_model())
     first, second, again = (check_slices(model, draw=draw) for draw in (SEED, SEED + 1, SEED))
     assert first == again
     assert first.error != second.error
@@ -118,7 +114,7 @@ def test_draws_have_rows_of_their_own_and_repeat():
 
 @pytest.mark.parametrize("make", [make_model, reward_model])
 def test_the_check_leaves_a_model_and_what_is_drawn_as_they_were(make):
-    model = flat_model(make())
+    model = made_flat(make())
     is_training = model.training
     flat = FlatModel.of(model)
     before, state = {**vars(flat)}, torch.get_rng_state()
@@ -138,4 +134,4 @@ def test_slices_that_keep_something_of_earlier_calls_do_not_count_as_random(monk
         return joined(sizes, outputs)
 
     monkeypatch.setattr(slices, "_joined", growing)
-    assert not check_slices(flat_model(make_model()), draw=SEED).passed
+    assert not check_slices(made_flat(make_model()), draw=SEED).passed

@@ -11,9 +11,14 @@ from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import Route, choose_route
 
 
+def install(model, **route) -> FlatModel:
+    """Has a model compute flat batches."""
+    return FlatModel.install(model, choose_route(model, **route))
+
+
 def flat_model(model, **route) -> FlatModel:
-    """Gives a model TRL's fused head, and has it compute flat batches."""
-    return FlatModel.install(with_head(model), choose_route(model, **route))
+    """The same of a model that gets TRL's fused head."""
+    return install(with_head(model), **route)
 
 
 def tree(seed: int) -> list[list[int]]:

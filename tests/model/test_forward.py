@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from tests.helpers.architectures import tiny_model, with_head
-from tests.helpers.flat_and_padded import flat_model, padded_rows
+from tests.helpers.flat_and_padded import flat_model, install, padded_rows
 from tests.helpers.tiny import make_model
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.model.flat_model import FlatModel
@@ -133,7 +133,7 @@ def test_a_copy_of_a_model_computes_with_its_own_weights_and_on_its_own_route():
         for inputs in (as_rows, {**as_rows, "flat_batch": batch}):
             assert not torch.allclose(clone(**inputs).log_probs, before)
         assert torch.allclose(clone(**inputs).log_probs, clone(**as_rows).log_probs, atol=FLOAT32)
-        FlatModel.install(clone, choose_route(clone, "mask"))
+        install(clone, backend="mask")
         assert FlatModel.of(model).route == route
         assert FlatModel.of(clone).route.backend == "mask"
         assert torch.allclose(clone(**inputs).log_probs, clone(**as_rows).log_probs, atol=FLOAT32)
@@ -184,12 +184,12 @@ def test_a_second_trainer_and_mixed_precision_find_the_route():
     model.forward = types.MethodType(convert_outputs_to_fp32(model.forward.__func__), model)
     wrapped = model.forward
     assert choose_route(model) == FlatModel.of(model).route == Route("segment", "sdpa", prefix_sharing=True)
-    FlatModel.install(model, choose_route(model, "mask"))
+    install(model, backend="mask")
     assert model.forward == wrapped
     assert FlatModel.of(model).route == Route("mask", "sdpa", prefix_sharing=True)
     with_head(model)
     assert FlatModel.of(model) is None
-    FlatModel.install(model, choose_route(model))
+    install(model)
     assert FlatModel.of(model).route == Route("segment", "sdpa", prefix_sharing=True)
     assert choose_route(type(model)(model.config)) == Route("segment", "sdpa", prefix_sharing=True)
 
@@ -273,7 +273,7 @@ def test_what_a_flat_row_cannot_answer_is_refused():
 
 def test_a_model_without_memory_answers_in_shapes():
     model = make_model().to("meta")
-    FlatModel.install(model, choose_route(model))
+    install(model)
     ids = torch.tensor([[5, 6, 7], [5, 6, 0]])
     batch, rows = FlatBatch.from_padded(ids, (ids != 0).long(), ids).to("meta"), ids.to("meta")
     assert model(flat_batch=batch, input_ids=rows).logits.shape == (2, 3, model.config.vocab_size)

@@ -9,6 +9,7 @@ import torch
 from transformers.utils.generic import is_flash_attention_requested
 
 from tests.helpers.architectures import MODEL_TYPES, NOT_BUILT, tiny_model, with_head
+from tests.helpers.flat_and_padded import install
 from tests.helpers.reference_flash import reference_flash
 from tests.helpers.tiny import SEED
 from trl_paddingfree.model.attention import StandIn, register_attention
@@ -121,7 +122,7 @@ def test_a_stand_in_reads_as_the_name_that_it_stands_for_and_is_found_as_its_own
 def test_a_compiled_model_takes_the_stand_in():
     model = make("llama", num_hidden_layers=1)
     before = forward(model)
-    FlatModel.install(model, choose_route(model))
+    install(model)
     torch.compiler.reset()  # what tests before have compiled counts towards the limit of recompilations
     compiled = torch.compile(model, backend="eager")
     torch._dynamo.utils.counters.clear()

@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tests.check.test_architectures import MUST_WORK
 from tests.helpers.architectures import MODEL_TYPES, tiny_model, with_head
-from tests.helpers.flat_and_padded import assert_same_gradients, log_probs_and_gradients, tree
+from tests.helpers.flat_and_padded import assert_same_gradients, install, log_probs_and_gradients, tree
 from tests.helpers.float64 import TOLERANCE, float64_throughout, in_float64
 from tests.helpers.pages import ROOT
 from tests.helpers.reference_flash import reference_flash
@@ -28,7 +28,7 @@ from trl_paddingfree.flat.slices import NO_WINDOW, cut_by_number, kept_keys
 from trl_paddingfree.memory.kept_bytes import count_kept_bytes
 from trl_paddingfree.model import slices
 from trl_paddingfree.model.flat_model import FlatModel
-from trl_paddingfree.model.routes import choose_route, why_not_in_slices
+from trl_paddingfree.model.routes import why_not_in_slices
 
 PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8").splitlines()
 # By the page of models: those that go flat and read keys by our attention
@@ -38,8 +38,7 @@ FLAT = [name for name in MODEL_TYPES if VERDICTS.get(name) == "flat and shared"]
 
 def flat_model(model, **route):
     """What makes a model compute flat batches, in training mode."""
-    model = with_head(model.train(), outputs=("log_probs", "entropy"))
-    return FlatModel.install(model, choose_route(model, **route))
+    return install(with_head(model.train(), outputs=("log_probs", "entropy")), **route)
 
 
 def padded(rows, value):
@@ -305,7 +304,7 @@ def test_hidden_states_of_slices_are_those_of_the_whole():
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "opt", "mixtral"])
 def test_a_pooled_head_reads_rows_of_all_slices(model_type):
     model, batch = reward_model(model_type, vocab_size=96).eval(), batch_of()
-    FlatModel.install(model, choose_route(model))
+    install(model)
     inputs = {"input_ids": padded(batch.to_rows(), 0), "attention_mask": batch.row_mask.long()}
     answer = lambda sliced: model(flat_batch=sliced, **inputs).logits  # noqa: E731
     assert_answer_equals_whole(model, batch, answer)
@@ -314,7 +313,7 @@ def test_a_pooled_head_reads_rows_of_all_slices(model_type):
 def test_a_decoder_gets_arguments_that_it_has(monkeypatch):
     """Heads that hand `input_ids` on by its place: what takes the decoder's place has its signature."""
     model, batch, seen = reward_model("gpt2", vocab_size=96).eval(), batch_of(), set()
-    FlatModel.install(model, choose_route(model))
+    install(model)
     forward = model.transformer.forward
     batch = replace(batch, schedule=Schedule((0, 9, batch.layout.segments.num_tokens)))
     monkeypatch.setattr(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from peft import get_peft_model
 
 from tests.helpers.architectures import is_older, proven, tiny_model, with_head
-from tests.helpers.flat_and_padded import assert_equals_padded, assert_same_gradients
+from tests.helpers.flat_and_padded import assert_equals_padded, assert_same_gradients, install
 from tests.helpers.float64 import TOLERANCE, float64_throughout, in_float64
 from tests.helpers.reference_flash import reference_flash
 from tests.helpers.reference_state import reference_state_kernels
@@ -131,7 +131,7 @@ def test_layer_along_a_random_tree_equals_itself_on_each_path(model_type, draw, 
 
     expected = differentiated(path_by_path)
     with reference_state_kernels(model) if kernels else nullcontext():
-        FlatModel.install(model, choose_route(model))
+        install(model)
         assert layer.flat_state.along_tree
         assert bool(layer.flat_state.kernels) == kernels
         found = differentiated(lambda given: layer(given, attention_mask=FlatMask.carrying(layout, per_token=True)))
@@ -142,7 +142,7 @@ def test_layer_along_a_random_tree_equals_itself_on_each_path(model_type, draw, 
 def test_what_is_put_on_layers_is_of_one_model_only():
     model, other = make("qwen3_5_text"), make("qwen3_5_text")
     clone = copy.deepcopy(model)
-    FlatModel.install(model, choose_route(model))
+    install(model)
     after = copy.deepcopy(model)
     FlatModel.install(after, replace(choose_route(after), states="rows"))
     (layer,), (copied,) = map(state_layers.state_layers, (model, after))
@@ -246,9 +246,9 @@ def test_calls_without_a_layout_and_copies_are_untouched(is_patched):
         layer.forward = types.MethodType(type(layer).forward, layer)
     generate = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "max_new_tokens": 5, "do_sample": False}
     tokens = model.generate(**generate)
-    FlatModel.install(model, choose_route(model))
+    install(model)
     forwards = [layer.forward for layer in state_layers.state_layers(model)]
-    FlatModel.install(model, choose_route(model))
+    install(model)
     assert [layer.forward for layer in state_layers.state_layers(model)] == forwards
     assert torch.equal(model.generate(**generate), tokens)
     (layer,) = state_layers.state_layers(model)

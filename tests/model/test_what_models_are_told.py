@@ -8,12 +8,11 @@ import torch
 from transformers import AttentionMaskInterface
 
 from tests.helpers.architectures import with_head
-from tests.helpers.flat_and_padded import flat_model
+from tests.helpers.flat_and_padded import flat_model, install
 from tests.helpers.reference_flash import reference_flash
 from tests.helpers.tiny import ATTENTIONS, make_model
 from trl_paddingfree import FlatBatch, upstream
 from trl_paddingfree.check.prove import check_flat
-from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.masks import FlatMask
 from trl_paddingfree.model.routes import choose_route
 
@@ -65,7 +64,7 @@ def test_every_flash_attention_gets_boundaries(name, monkeypatch):
     attend = lambda query, *args, **kwargs: calls.append(kwargs) or torch.zeros_like(query)  # noqa: E731
     monkeypatch.setattr(upstream, "flash_attention_forward", attend)
     batch = FlatBatch.from_rows(ROWS, ROWS)
-    FlatModel.install(model, choose_route(model))
+    install(model)
     log_probs(model, batch, ROWS)
     assert [call["attn_implementation"] for call in calls] == [name, name]
     for call in calls:

@@ -11,7 +11,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from tests.helpers.architectures import tiny_model, with_head
-from tests.helpers.flat_and_padded import flat_model, tree
+from tests.helpers.flat_and_padded import flat_model, install, tree
 from tests.helpers.random_draws import MODEL_TYPES
 from tests.helpers.tiny import DATA, ROUTED, SEED, make_model
 from tests.runs import LAYOUTS, PER_MICRO_BATCH, assert_same, make_trainer, run, train
@@ -22,8 +22,6 @@ from trl_paddingfree import (
     PreferenceCollator,
 )
 from trl_paddingfree.model.edits import EditedRowsError, edits
-from trl_paddingfree.model.flat_model import FlatModel
-from trl_paddingfree.model.routes import choose_route
 from trl_paddingfree.trainers.registry import TRAINERS
 
 IN_PARTS = {"max_tokens_per_micro_batch": 40, "per_device_train_batch_size": 8}
@@ -268,7 +266,7 @@ def test_logits_and_loss_of_shared_rows_are_those_of_each_row(model_type):
     labels = torch.tensor([([-100] * 3 + row[3:] + [-100] * width)[:width] for row in rows])
     with torch.no_grad():
         alone = [model(input_ids=torch.tensor([row]), use_cache=False).logits[0] for row in rows]
-        FlatModel.install(model, choose_route(model))
+        install(model)
         batch = FlatBatch.from_rows(rows, rows)
         without, outputs = model(flat_batch=batch).logits, model(flat_batch=batch, labels=labels)
     for row, logits, flat, beside_loss in zip(rows, alone, without, outputs.logits, strict=True):

@@ -7,11 +7,11 @@ import torch
 from transformers import AutoModelForSequenceClassification
 from trl import RewardTrainer
 
+from tests.helpers.flat_and_padded import install
 from tests.helpers.tiny import SEED, arguments, different_pairs, preference_data, reward_model
 from tests.runs import LAYOUTS, assert_same, compare, run
 from trl_paddingfree import FlatBatch, PaddingFreeRewardTrainer
 from trl_paddingfree.check.prove import check_flat
-from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import choose_route
 
 
@@ -41,7 +41,7 @@ def test_the_longest_row_is_what_a_pair_starts_with_and_the_longer_rest(data):
 
 def test_a_row_without_tokens_is_refused():
     model = reward_model()
-    FlatModel.install(model, choose_route(model))
+    install(model)
     batch = FlatBatch.from_rows([[5, 6, 7], []], [[-100] * 3, []])
     with pytest.raises(ValueError, match="1 of 2 rows have no token to read"):
         model(input_ids=torch.tensor([[5, 6, 7], [0, 0, 0]]), flat_batch=batch)
@@ -51,7 +51,7 @@ def test_a_row_without_tokens_is_refused():
 def test_a_reward_is_read_within_its_row_whatever_pads_it(end):
     model = reward_model().eval()
     alone = model(input_ids=torch.tensor([[8, end]])).logits
-    FlatModel.install(model, choose_route(model))
+    install(model)
     batch = FlatBatch.from_rows([[5, 6, 7, 4], [8, end]], [[-100] * 4, [-100] * 2])
     for padding in (0, 3):
         rewards = model(input_ids=torch.tensor([[5, 6, 7, 4], [8, end, padding, padding]]), flat_batch=batch).logits
