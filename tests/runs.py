@@ -155,14 +155,14 @@ def compare(
     task: str,
     make: Callable[[], Mapping[str, Any]],
     train_dataset: Any,
-    layouts: Sequence[str] = LAYOUTS,
+    layouts: str | Sequence[str] = LAYOUTS,
     tolerance: float | None = None,
     ours: Mapping[str, Any] | None = None,
     ignored: tuple[str, ...] = ROUNDED,
     **given: Any,
 ) -> Compared:
     """
-    Train padded and with `layouts`, and compare every logged figure and all weights.
+    Train padded and with `layouts`, one or several, and compare every logged figure and all weights.
 
     Args:
         make (`Callable`):
@@ -185,7 +185,7 @@ def compare(
     is_double = tolerance is None and not isinstance(make()["model"], str)
     with float64_throughout() if is_double else nullcontext():
         padded = run(task, "padded", **made(), train_dataset=train_dataset, **given)
-        for layout in layouts:
+        for layout in [layouts] if isinstance(layouts, str) else layouts:
             result = run(task, layout, **made(), train_dataset=train_dataset, **given, **(ours or {}))
             assert_same(padded, result, tolerance or (TOLERANCE_64 if is_double else TOLERANCE), ignored)
     return Compared(padded, result)

@@ -108,7 +108,7 @@ def test_the_own_trainer_that_generates_follows_padded_trl(own, limit):
     data = prompts(8, SEED).select([i for i in range(8) for _ in range(2)])
     only_ours = {**own_classes(own, "FlatDistillation"), "max_tokens_per_micro_batch": limit}
     options = {"beta": 0.5, "gradient_accumulation_steps": 2, "shuffle_dataset": False}
-    ours = compare("distillation", lambda: arguments("distillation"), data, ("ours",), ours=only_ours, **options).ours
+    ours = compare("distillation", lambda: arguments("distillation"), data, "ours", ours=only_ours, **options).ours
     counts = ours.trainer.total_counts()
     assert counts.computed < counts.padded
 

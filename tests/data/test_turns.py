@@ -188,7 +188,7 @@ def test_turns_with_thinking_train_as_with_padding():
     """What a turn is learnt with and what it is remembered as lie side by side in a batch, and part ways."""
     tokenizer, data = make_tokenizer(TEMPLATE), split_turns(thinking_conversations(8, SEED))
     options = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 6, "max_length": 48}
-    ours = compare("sft", lambda: arguments("sft", False, processor=tokenizer), data, ("shared",), **options).ours
+    ours = compare("sft", lambda: arguments("sft", False, processor=tokenizer), data, "shared", **options).ours
     counts = ours.trainer.total_counts()
     assert counts.computed < counts.real
 

@@ -33,7 +33,7 @@ def test_losses_that_couple_examples_run_in_slices_beneath_the_loss(loss_type, r
         return arguments("dpo", model=make_model("mixtral" if routed else "llama", num_hidden_layers=LAYERS, **routed))
 
     options = {"steps": 2, "per_device_train_batch_size": 8, "loss_type": loss_type}
-    compare("dpo", make, preference_data(16, SEED), ("ours",), ours=limited(limit, 120, hold_tokens), **options)
+    compare("dpo", make, preference_data(16, SEED), "ours", ours=limited(limit, 120, hold_tokens), **options)
     assert most_slices(passes) > 1
 
 
@@ -58,7 +58,7 @@ def limited(limit, number, hold_tokens):
 def test_slices_have_the_loss_of_padded_trl(data, task, limit, reentrant, options, passes, hold_tokens):
     options = {**options, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
     ours = limited(limit, 25, hold_tokens)
-    compare(task, partial(layered, "grpo"), data, ("shared",), ours=ours, **options)
+    compare(task, partial(layered, "grpo"), data, "shared", ours=ours, **options)
     assert most_slices(passes) > 1
 
 
@@ -77,7 +77,7 @@ def test_slices_have_the_frequencies_of_the_whole(data, kind, passes):
     def make():
         return {**layered("grpo"), "model": make_model(**following_rotary(24, kind))}
 
-    compare("grpo", make, data, ("flat",), ours={"max_tokens_per_micro_batch": 30})
+    compare("grpo", make, data, "flat", ours={"max_tokens_per_micro_batch": 30})
     assert most_slices(passes) > 1
 
 
@@ -98,7 +98,7 @@ def test_the_loss_of_routers_in_slices_is_that_of_the_whole(data, passes, hold_t
         return {**layered("grpo"), "model": make_model("mixtral", **ROUTED)}
 
     hold_tokens(30)
-    compare("grpo", make, data, ("flat",), ours={"memory_budget": 8})
+    compare("grpo", make, data, "flat", ours={"memory_budget": 8})
     assert most_slices(passes) > 1
 
 
@@ -115,7 +115,7 @@ def test_micro_batches_in_parts_count_their_images(made):
     plan = with_images("llava", "dpo", data).flat.planner
     least = plan.needs.fixed + 0.7 * (plan.current.batch.schedule.peak - plan.needs.fixed)
     ours = {"memory_budget": 2 * least / GIB}  # in float64
-    compare("dpo", partial(on_images, "llava", "dpo"), data, ("shared",), ours=ours)
+    compare("dpo", partial(on_images, "llava", "dpo"), data, "shared", ours=ours)
     assert max(map(len, made)) > 1
 
 
@@ -127,7 +127,7 @@ def test_parts_with_and_without_images_follow_padded_trl(kind, loss_type, passes
         pytest.skip("its processor needs torchvision")
     options = {"loss_type": loss_type, "per_device_train_batch_size": 8}
     options["ours"] = {"max_tokens_per_micro_batch": 40}
-    compare("dpo", partial(on_images, kind, "dpo", lora=True), vision_pairs(8, SEED), ("shared",), **options)
+    compare("dpo", partial(on_images, kind, "dpo", lora=True), vision_pairs(8, SEED), "shared", **options)
     assert bool(made) == (loss_type == ["sigmoid"])
     assert max(map(len, made), default=0) > 1 or most_slices(passes) > 1
 

@@ -360,7 +360,7 @@ def of_trainer(task, model_type):
 def test_family_trains_like_padded_trl(model_type, task, data):
     options = {"eval_dataset": data(6, SEED + 1), "eval_strategy": "steps", "eval_steps": 2, **SHORT}
     ours = {"gradient_checkpointing": True}
-    _, flat = compare(task, partial(of_trainer, task, model_type), data(12, SEED), ["shared"], ours=ours, **options)
+    _, flat = compare(task, partial(of_trainer, task, model_type), data(12, SEED), "shared", ours=ours, **options)
     assert flat.trainer.flat.route.states == "tree"
     assert not flat.trainer.total_counts().repeated
     assert not any("flat/repeated_by_state_layers" in entry for entry in flat.log_history)
@@ -368,4 +368,4 @@ def test_family_trains_like_padded_trl(model_type, task, data):
 
 def test_parts_and_precomputed_references_train_like_padded_trl():
     options = {"precompute_ref_log_probs": True, "ours": {"max_tokens_per_micro_batch": 60}, **SHORT}
-    compare("dpo", partial(of_trainer, "dpo", "lfm2"), preference_data(12, SEED), ["ours"], **options)
+    compare("dpo", partial(of_trainer, "dpo", "lfm2"), preference_data(12, SEED), "ours", **options)

@@ -147,7 +147,7 @@ DEFAULTS = {
     "sft": {"data": conversations, "max_length": 24, "adapters": False},
     "reward": {"data": different_pairs, "adapters": False},
     "kto": {"data": DATA["kto"]},
-    "grpo": {"data": prompts, "layouts": ("shared",), "adapters": False},
+    "grpo": {"data": prompts, "layouts": "shared", "adapters": False},
     "rloo": {"data": prompts},
     "distillation": {"data": twice, "adapters": False},
 }
@@ -247,7 +247,7 @@ CASES = {
         "max_length": {"max_length": 30},
         "gpt2": {"make": model("reward", "gpt2")},
         "padded with eos": {"make": padded_with_eos},
-        "stream": {"data": streamed("reward"), "layouts": ("shared",)},
+        "stream": {"data": streamed("reward"), "layouts": "shared"},
     },
     "kto": {
         "lora": {"gradient_accumulation_steps": 2, "gradient_checkpointing": True},
@@ -255,7 +255,7 @@ CASES = {
         "apo": {"adapters": False, "loss_type": "apo_zero_unpaired", "train_sampling_strategy": "random"},
         "precomputed": {"adapters": False, "precompute_ref_log_probs": True, "pad_to_multiple_of": 8},
         "pairs": {"data": preference_data},
-        "stream": {"data": streamed("kto"), "layouts": ("shared",)},
+        "stream": {"data": streamed("kto"), "layouts": "shared"},
         # One kind alone in a part has no margin there, and one in the whole
         "parts of apo": {
             "adapters": False,
@@ -289,7 +289,7 @@ CASES = {
         "beta 1": {"beta": 1.0, "per_device_train_batch_size": 8},
         "gemma3": {"make": teacher("gemma3_text", head_dim=8, seed=1), "beta": 0.5},
         "wider": {"make": teacher("qwen3", hidden_size=48, num_hidden_layers=3, seed=1), "beta": 0.5},
-        "stream": {"data": streamed("distillation"), "layouts": ("shared",)},
+        "stream": {"data": streamed("distillation"), "layouts": "shared"},
         # A row of a short prompt is alone in its micro-batch, and padded to the width of a long one
         **{
             kind: {
@@ -370,4 +370,4 @@ def test_a_streamed_evaluation_weighs_its_last_batch_as_padded_trl():
     """Beside training data that is no stream, TRL dispatches the batches, and knows that the last has fewer rows."""
     options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3, "steps": 1}
     options["eval_dataset"] = DATA["sft"](4, SEED).to_iterable_dataset()
-    compare("sft", lambda: arguments("sft", False), DATA["sft"](8, SEED), ("flat",), **options)
+    compare("sft", lambda: arguments("sft", False), DATA["sft"](8, SEED), "flat", **options)

@@ -33,14 +33,14 @@ def test_a_teacher_that_cannot_share_keeps_the_student_from_it(data):
     def make():
         return plain(make_model("mpt", max_seq_len=4096, d_model=32, n_heads=4, n_layers=2, seed=1))
 
-    compare("distillation", make, data, ("flat",))
+    compare("distillation", make, data, "flat")
     assert not run("distillation", "ours", **make(), train_dataset=data).trainer.flat.route.prefix_sharing
 
 
 def test_tokens_that_rows_share_count_once_for_each(data):
     """At next to no temperature the completions of a prompt are one completion."""
     options = {"temperature": 0.01, "shuffle_dataset": False, "beta": 0.0}
-    counts = compare("distillation", plain, data, ("shared",), **options).ours.trainer.total_counts()
+    counts = compare("distillation", plain, data, "shared", **options).ours.trainer.total_counts()
     assert counts.computed < 0.8 * counts.real
 
 

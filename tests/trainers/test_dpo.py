@@ -113,7 +113,7 @@ def test_training_that_is_compiled_to_machine_code_is_the_same():
 
     # The compiler asks for float32 by its name
     options = {"steps": 1, "precompute_ref_log_probs": True, "tolerance": TOLERANCE}
-    compare("dpo", make, preference_data(8, SEED), ("shared",), **options, ours={"torch_compile": True})
+    compare("dpo", make, preference_data(8, SEED), "shared", **options, ours={"torch_compile": True})
 
 
 @pytest.mark.parametrize("task", ["dpo", "sft"])

@@ -45,7 +45,7 @@ def made(task, model_type):
 )
 def test_training_follows_padded_trl(task, model_type):
     data = different_pairs if task == "reward" else DATA[task]
-    trainer = compare(task, partial(made, task, model_type), data(16, SEED), ("shared",)).ours.trainer
+    trainer = compare(task, partial(made, task, model_type), data(16, SEED), "shared").ours.trainer
     # Rounding may send a token of a mixture to another expert, and the check then takes rows, which are as exact
     assert trainer.flat.route.states == "tree" or model_type == "qwen3_next"
 
@@ -55,7 +55,7 @@ def test_turns_hand_states_on_from_turn_to_turn_and_follow_padded_trl():
         return arguments("sft", False, tiny_model("qwen3_5_text", seed=SEED))
 
     options = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 8, "max_length": 128}
-    trainer = compare("sft", make, split_turns(conversations(16, SEED)), ("shared",), **options).ours.trainer
+    trainer = compare("sft", make, split_turns(conversations(16, SEED)), "shared", **options).ours.trainer
     assert trainer.flat.route.states == "tree"
     batches = [batch["flat_batch"] for batch in trainer.get_train_dataloader()]
     assert max(len(Pieces.of(batch.layout, None).levels) for batch in batches) > 1
@@ -72,4 +72,4 @@ def test_padding_on_the_left_reaches_no_layer_where_it_does_in_padded_trl(model_
 def test_rows_as_long_as_a_layer_has_heads(model_type):
     """Weights or states `(rows, heads, ...)` of a group of rows then have the shape of its outputs."""
     data = Dataset.from_list([{"input_ids": [*range(5, 5 + length)]} for length in (9, 4, 7, 12, 4, 11, 4, 15)])
-    compare("sft", lambda: arguments("sft", False, tiny_model(model_type)), data, ("flat",))
+    compare("sft", lambda: arguments("sft", False, tiny_model(model_type)), data, "flat")

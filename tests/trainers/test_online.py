@@ -134,7 +134,7 @@ def test_a_router_loss_follows_padded_trl_and_is_not_arranged(data):
     def make():
         return {**plain(), "model": make_model("mixtral", **ROUTED)}
 
-    compared = compare("grpo", make, data, ("flat",), steps=2)
+    compared = compare("grpo", make, data, "flat", steps=2)
     assert any("aux_loss" in entry for entry in compared.ours.log_history)
     with pytest.raises(ValueError, match="with `router_aux_loss_coef=0.3` the loss"):
         run("grpo", "shared", **make(), train_dataset=data, arrange_micro_batches="prefix")
@@ -190,13 +190,13 @@ def test_frequencies_follow_the_width_to_which_trl_pads(task, kind, monkeypatch)
 
     one, two = ({"per_device_train_batch_size": n, "gradient_accumulation_steps": 8 // n} for n in (1, 2))
     compare(task, make, rows, **one)
-    compare(task, make, rows, ("shared",), **two, pad_to_multiple_of=16)
+    compare(task, make, rows, "shared", **two, pad_to_multiple_of=16)
     padded = run(task, "padded", **make(), train_dataset=rows, **two)
     arranged = run(task, "shared", **make(), train_dataset=rows, **two, arrange_micro_batches="prefix")
     assert_same(padded, arranged, ignored=MOVED)
     monkeypatch.setattr(Runtime, "reach_of", lambda *_: None)
     with pytest.raises(AssertionError, match="off from padded TRL"):
-        compare(task, make, rows, ("flat",), **one)
+        compare(task, make, rows, "flat", **one)
 
 
 def test_rows_that_are_no_rows_are_refused(data):
@@ -219,7 +219,7 @@ def test_models_that_are_placed_late_are_proven_before_their_first_pass(data, mo
     monkeypatch.setattr(
         proving, "prove", lambda model, *args, **kw: checks.append(prove(model, *args, **kw)) or checks[-1]
     )
-    compared = compare("grpo", make, data, ("shared",), beta=0.1)
+    compared = compare("grpo", make, data, "shared", beta=0.1)
     assert not compared.ours.trainer.flat.check.unproven
     assert len(checks) == 2
     # A model compared with itself would not differ at all

@@ -25,9 +25,7 @@ plain = partial(arguments, "reward", adapters=False)
 
 def test_parts_have_the_least_and_the_greatest_reward_of_the_whole(data):
     arranged, size = {"arrange_micro_batches": "prefix"}, {"per_device_train_batch_size": 8}
-    parted = compare(
-        "reward", plain, data, ("shared",), ours={**arranged, "max_tokens_per_micro_batch": 70}, **size
-    ).ours
+    parted = compare("reward", plain, data, "shared", ours={**arranged, "max_tokens_per_micro_batch": 70}, **size).ours
     whole = run("reward", "shared", **plain(), train_dataset=data, **arranged, **size)
     assert parted.trainer.total_counts().computed > whole.trainer.total_counts().computed
 

@@ -21,7 +21,7 @@ MAX_LENGTH = 24
 def compare(model, dataset, layout="flat", **options):
     """Train TRL with padding and ours without, and compare. Returns both runs."""
     options = {"max_length": MAX_LENGTH, **options}
-    compared = runs.compare("sft", lambda: {"model": model}, dataset, (layout,), **options)
+    compared = runs.compare("sft", lambda: {"model": model}, dataset, layout, **options)
     assert isinstance(compared.ours.trainer.data_collator, LanguageModelingCollator)
     return compared
 

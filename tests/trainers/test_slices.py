@@ -30,7 +30,7 @@ def test_a_budget_below_most_rows_trains_as_padded_trl(task, adapters, passes):
     options = {"gradient_accumulation_steps": 2, "gradient_checkpointing": adapters}
     if task in ("grpo", "rloo"):
         options |= {"beta": 0.1 if adapters else 0.0, "num_iterations": 2}
-    layout = LAYOUTS[SEED % 2 :][:1]
+    layout = LAYOUTS[SEED % 2]
     data, options["ignored"] = DATA[task](16, SEED), IGNORED[task]
     made = compare(task, partial(arguments, task, adapters), data, layout, ours=TINY, **options).ours
     assert_in_slices(passes)
@@ -41,7 +41,7 @@ def test_a_budget_below_most_rows_trains_as_padded_trl(task, adapters, passes):
 def test_a_memory_budget_below_most_rows_trains_as_padded_trl(task, passes, hold_tokens):
     hold_tokens(16)  # in two layers that keep what they compute, slices of eight: fewer than the longest row has
     data = DATA[task](16, SEED)
-    compare(task, partial(arguments, task), data, ("shared",), ours={"memory_budget": 8}, ignored=IGNORED[task])
+    compare(task, partial(arguments, task), data, "shared", ours={"memory_budget": 8}, ignored=IGNORED[task])
     assert_in_slices(passes, 16)
 
 
@@ -67,9 +67,9 @@ def test_a_memory_budget_below_most_rows_trains_as_padded_trl(task, passes, hold
 def test_losses_of_all_kinds(task, options, passes):
     if task not in ("grpo", "distillation"):
         options = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": DATA[task](5, SEED + 1), **options}
-    layouts = ("flat",) if "packing" in options else ("shared",)
+    layout = "flat" if "packing" in options else "shared"
     make, data = partial(arguments, task, False), DATA[task](16, SEED)
-    compare(task, make, data, layouts, ours=TINY, ignored=IGNORED[task], **options)
+    compare(task, make, data, layout, ours=TINY, ignored=IGNORED[task], **options)
     assert_in_slices(passes)
     assert {each.trains for each in passes} == {True, False} or task in ("grpo", "distillation")
 
@@ -78,7 +78,7 @@ def test_router_losses(passes):
     def make():
         return arguments("sft", model=make_model("mixtral", **ROUTED))
 
-    compare("sft", make, DATA["sft"](12, SEED), ("flat",), ours=TINY, steps=2)
+    compare("sft", make, DATA["sft"](12, SEED), "flat", ours=TINY, steps=2)
     assert_in_slices(passes)
 
 
@@ -89,7 +89,7 @@ def test_images(kind, task, data, passes):
     """Also those whose tokens see their whole image, and features that layers of the decoder add."""
     most = 20
     ours = {"max_tokens_per_micro_batch": most}
-    compare(task, partial(on_images, kind, task), data(8, SEED), ("shared",), ours=ours, steps=2)
+    compare(task, partial(on_images, kind, task), data(8, SEED), "shared", ours=ours, steps=2)
     assert most_slices(passes) > 1
     if not kind.startswith("gemma"):  # an image that is larger is not cut
         assert max(max(np.diff(each.schedule.cuts), default=0) for each in passes) <= most

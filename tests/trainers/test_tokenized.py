@@ -71,7 +71,7 @@ def test_own_lengths_without_packing_are_ignored_as_in_trl(tokenizer, skip, max_
     data = Dataset.from_list(rows(labels=list, seq_lengths=lambda row: [1, len(row) - 1]))
     options = {"max_length": max_length, "dataset_kwargs": {"skip_prepare_dataset": skip}, "eval_strategy": "steps"}
     options |= {"steps": 1, "eval_steps": 1, "eval_dataset": {"some": data}, "processing_class": tokenizer}
-    compare("sft", lambda: {"model": make_model()}, data, ("flat",), **options)
+    compare("sft", lambda: {"model": make_model()}, data, "flat", **options)
 
 
 @pytest.mark.parametrize("kind", [List(Value("int64"), length=12), LargeList(Value("int32"))], ids=["fixed", "large"])
@@ -79,6 +79,6 @@ def test_tokens_in_lists_of_another_kind_train_as_in_trl(tokenizer, kind):
     rng = random.Random(SEED)
     data = Dataset.from_list([{"input_ids": [rng.randrange(5, 69) for _ in range(12)]} for _ in range(8)])
     data = data.cast_column("input_ids", kind)
-    compare("sft", lambda: {"model": make_model()}, data, ("flat",), steps=2, processing_class=tokenizer)
+    compare("sft", lambda: {"model": make_model()}, data, "flat", steps=2, processing_class=tokenizer)
     with pytest.raises(ValueError, match="has the token 69, and the model has tokens 0 to 68"):
         train(Dataset.from_list([{"input_ids": [69] * 12}]).cast_column("input_ids", kind), tokenizer, steps=1)

@@ -44,7 +44,7 @@ BF16 = 2e-2
 
 def assert_architecture(kind):
     compare("dpo", partial(on_images, kind, "dpo"), vision_pairs(8, SEED))
-    compare("sft", partial(on_images, kind, "sft", lora=True), vision_messages(8, SEED), ("shared",))
+    compare("sft", partial(on_images, kind, "sft", lora=True), vision_messages(8, SEED), "shared")
 
 
 @pytest.mark.parametrize("kind", SAMPLE)
@@ -67,7 +67,7 @@ def test_lora_gradient_checkpointing_evaluation_and_parts():
     parts = {"max_tokens_per_micro_batch": 60}
     make = partial(on_images, "llava", "dpo", lora=True)
     computed = [
-        compare("dpo", make, dataset, (layout,), **options, ours=parts).ours.trainer.total_counts().computed
+        compare("dpo", make, dataset, layout, **options, ours=parts).ours.trainer.total_counts().computed
         for layout in ("shared", "flat")
     ]
     assert computed[0] < computed[1]
@@ -115,7 +115,7 @@ def test_bf16_follows_padded_training():
 
 def test_text_on_a_vision_model():
     rows = [{"prompt": "w1 w2", "completion": " w3"}, {"prompt": "w1", "completion": " w4 w5 w6"}] * 4
-    compare("sft", partial(on_images, "gemma3", "sft"), Dataset.from_list(rows), ("shared",))
+    compare("sft", partial(on_images, "gemma3", "sft"), Dataset.from_list(rows), "shared")
 
 
 def test_whole_batches_without_images():
@@ -123,7 +123,7 @@ def test_whole_batches_without_images():
     rows = [*vision_completions(8, SEED)]
     rows = [{**row, "images": []} if i // 4 % 2 else row for i, row in enumerate(rows)]
     options = {"train_sampling_strategy": "sequential"}
-    compare("sft", partial(on_images, "llava", "sft"), Dataset.from_list(rows), ("shared",), **options)
+    compare("sft", partial(on_images, "llava", "sft"), Dataset.from_list(rows), "shared", **options)
 
 
 # --- each image once -------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def test_images_in_files_train_as_those_in_memory(tmp_path):
         for path, image in zip(paths, row["images"], strict=True):
             image.save(path)
         rows.append({**row, "images": paths})
-    compare("sft", partial(on_images, "llava", "sft"), Dataset.from_list(rows), ("shared",))
+    compare("sft", partial(on_images, "llava", "sft"), Dataset.from_list(rows), "shared")
 
 
 def test_workers_send_no_processor():

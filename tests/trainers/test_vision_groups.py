@@ -47,9 +47,9 @@ def assert_architecture(kind):
             data = data.select([i % len(data) for i in range(8)])
         else:
             data = DATA[task](8, SEED, 1 if kind in ALIKE else 2)
-        compare(task, partial(on_images, kind, task), data, ("shared",))
+        compare(task, partial(on_images, kind, task), data, "shared")
     if kind not in ALIKE:
-        compare("rloo", partial(on_images, kind, "rloo", lora=True), vision_prompts(8, SEED), ("shared",), **CHUNKS)
+        compare("rloo", partial(on_images, kind, "rloo", lora=True), vision_prompts(8, SEED), "shared", **CHUNKS)
 
 
 def same_size(row, other):
@@ -79,7 +79,7 @@ def test_evaluation_padding_to_a_multiple_and_checkpoints_follow_padded_trl(tmp_
     options = {"pad_to_multiple_of": 8, "eval_strategy": "steps", "eval_steps": 1, "output_dir": str(tmp_path)}
     options |= {"eval_dataset": vision_prompts(2, SEED + 1), "save_strategy": "steps", "save_steps": 1}
     data, make = vision_prompts(8, SEED), partial(on_images, "gemma3", "grpo")
-    whole = compare("grpo", make, data, ("shared",), TOLERANCE, **options, steps=2).ours
+    whole = compare("grpo", make, data, "shared", TOLERANCE, **options, steps=2).ours
     resumed = make_trainer("grpo", "shared", **make(), train_dataset=data, **options, steps=2)
     train(resumed, resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     weights = dict(resumed.model.named_parameters())
@@ -106,7 +106,7 @@ def test_images_that_stand_in_messages_follow_padded_trl(tmp_path):
         row["images"][0].save(tmp_path / f"{i}.png")
         parts = [{"type": "image", "image": str(tmp_path / f"{i}.png")}, {"type": "text", "text": "w1"}]
         rows.append({"prompt": [{"role": "user", "content": parts}]})
-    trained = compare("grpo", partial(on_images, "gemma3", "grpo"), Dataset.from_list(rows), ("shared",)).ours
+    trained = compare("grpo", partial(on_images, "gemma3", "grpo"), Dataset.from_list(rows), "shared").ours
     assert trained.trainer.flat.check.images.kind == "the data's"
 
 
@@ -114,8 +114,8 @@ def test_batches_without_images_and_streams_follow_padded_trl():
     """Every second prompt has none: TRL takes those that are generated together."""
     rows = [{**row, "images": row["images"] if i % 2 else []} for i, row in enumerate(vision_prompts(8, SEED))]
     make = partial(on_images, "llava", "grpo")
-    compare("grpo", make, Dataset.from_list(rows), ("shared",), shuffle_dataset=False)
-    compare("grpo", make, Dataset.from_list(rows[1:]).to_iterable_dataset(), ("shared",))
+    compare("grpo", make, Dataset.from_list(rows), "shared", shuffle_dataset=False)
+    compare("grpo", make, Dataset.from_list(rows[1:]).to_iterable_dataset(), "shared")
 
 
 @pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
@@ -309,7 +309,7 @@ def test_sampled_image_tokens_are_text_in_batches_without_images(monkeypatch):
     saying(monkeypatch, [0, 2, 1])
     rows = [{**row, "images": row["images"] if i > 1 else []} for i, row in enumerate(vision_prompts(4, SEED))]
     make = partial(on_images, "qwen2_5_vl", "grpo")
-    compare("grpo", make, Dataset.from_list(rows), ("shared",), shuffle_dataset=False)
+    compare("grpo", make, Dataset.from_list(rows), "shared", shuffle_dataset=False)
 
 
 @pytest.mark.parametrize("fault", ["model", "template"])
