@@ -266,6 +266,20 @@ def vision_prompts(n: int, seed: int, most_images: int = 2) -> Dataset:
     return rows.filter(lambda row: row["images"]).select(range(n))
 
 
+# For each task, what makes so many rows of its data
+VISION_DATA = {
+    "dpo": vision_pairs,
+    "sft": vision_completions,
+    "kto": vision_labelled,
+    **dict.fromkeys(("grpo", "rloo", "distillation"), vision_prompts),
+}
+
+
+def on_vision_data(task: str, kind: str = "llava") -> dict[str, Any]:
+    """What trains all weights of such a model, with its data."""
+    return {**on_images(kind, task), "train_dataset": VISION_DATA[task](8, SEED)}
+
+
 def vision_messages(n: int, seed: int, most_images: int = 2) -> Dataset:
     """The same as conversations."""
     rows = vision_completions(n, seed, most_images)

@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 from tests.helpers.architectures import tiny_model, with_head
 from tests.helpers.reference_flash import reference_flash
 from tests.helpers.tiny import arguments
-from tests.helpers.vision import make_vision, vision_pairs
+from tests.helpers.vision import on_vision_data
 from tests.runs import make_trainer
 from trl_paddingfree.check.prove import UnprovenModelError
 from trl_paddingfree.model.routes import Route
@@ -100,8 +100,7 @@ def test_slices_of_a_model_that_draws_at_random_are_not_compared_either(caplog):
 
 
 def test_that_gradients_were_compared_without_images_stands_in_the_log(caplog):
-    given = arguments("dpo", False, *make_vision("gemma3"), make=lambda seed: make_vision("gemma3")[0])
-    make_trainer("dpo", "ours", **given, train_dataset=vision_pairs(4, 0), max_length=None)
+    make_trainer("dpo", "ours", **on_vision_data("dpo", "gemma3"))
     (line,) = (message for message in caplog.messages if message.startswith("Padding-free"))
     assert "gradients were compared on text, not with images" in line
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.memory import most_slices
 from tests.helpers.tiny import DATA, ROUTED, SEED, arguments, make_model, make_tokenizer
-from tests.helpers.vision import on_images, vision_completions, vision_pairs
+from tests.helpers.vision import VISION_DATA, on_images
 from tests.runs import LAYOUTS, ROUNDED, assert_same, compare, make_trainer, run, train
 
 # Fewer tokens than most rows have
@@ -84,12 +84,12 @@ def test_router_losses(passes):
 
 @pytest.mark.drawn(5)
 @pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "internvl"])
-@pytest.mark.parametrize(("task", "data"), [("dpo", vision_pairs), ("sft", vision_completions)], ids=["dpo", "sft"])
-def test_images(kind, task, data, passes):
+@pytest.mark.parametrize("task", ["dpo", "sft"])
+def test_images(kind, task, passes):
     """Also those whose tokens see their whole image, and features that layers of the decoder add."""
     most = 20
-    ours = {"max_tokens_per_micro_batch": most}
-    compare(task, partial(on_images, kind, task), data(8, SEED), "shared", ours=ours, steps=2)
+    given = {"ours": {"max_tokens_per_micro_batch": most}, "steps": 2}
+    compare(task, partial(on_images, kind, task), VISION_DATA[task](8, SEED), "shared", **given)
     assert most_slices(passes) > 1
     if not kind.startswith("gemma"):  # an image that is larger is not cut
         assert max(max(np.diff(each.schedule.cuts), default=0) for each in passes) <= most

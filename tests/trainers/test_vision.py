@@ -19,10 +19,11 @@ from tests.helpers.tiny import SEED
 from tests.helpers.vision import (
     BUILDABLE,
     SAMPLE,
+    VISION_DATA,
     make_vision,
     on_images,
+    on_vision_data,
     vision_completions,
-    vision_labelled,
     vision_messages,
     vision_pairs,
 )
@@ -78,7 +79,7 @@ def test_parts_with_images_come_last_and_not_beside_others_under_fsdp(engine, mo
     """DDP waits in the last part for gradients of the tower, and FSDP in each."""
     options = {"max_tokens_per_micro_batch": 1, "per_device_train_batch_size": 8}
     options["train_sampling_strategy"] = "sequential"
-    trainer = make_trainer("dpo", "shared", **on_images("llava", "dpo"), train_dataset=vision_pairs(8, SEED), **options)
+    trainer = make_trainer("dpo", "shared", **on_vision_data("dpo"), **options)
     inputs = next(iter(trainer.get_train_dataloader()))
     if engine is None:
         has_images = [part.inputs["flat_batch"].images is not None for part in trainer.parts_of(inputs, False)]
@@ -98,7 +99,7 @@ def test_images_with_which_no_prefix_can_be_shared_are_said_to_be_so(monkeypatch
         return replace(found, failure="off") if route.prefix_sharing else found
 
     monkeypatch.setattr(check_vision, "check_images", check)
-    trainer = make_trainer("dpo", "shared", **on_images("llava", "dpo"), train_dataset=vision_pairs(8, SEED))
+    trainer = make_trainer("dpo", "shared", **on_vision_data("dpo"))
     assert not trainer.flat.route.prefix_sharing
     assert "trains without shared prefixes: with the images of this data, they are inexact" in caplog.text
 
@@ -139,7 +140,7 @@ def images_embedded(task, layout, data, calls, lora=False):
 @pytest.mark.parametrize("task", ["dpo", "sft", "kto"])
 def test_equal_images_are_computed_once(task):
     """The fourth example has the first one's image. KTO calls policy and reference on mismatched rows, too."""
-    rows = {"dpo": vision_pairs, "sft": vision_completions, "kto": vision_labelled}[task](4, SEED)
+    rows = VISION_DATA[task](4, SEED)
     calls, copies = {"dpo": (2, 2), "sft": (1, 1), "kto": (4, 1)}[task]
     assert [len(row["images"]) for row in rows] == [1, 2, 0, 1]
     assert images_embedded(task, "padded", rows, calls) == [4 * copies] * calls
@@ -263,14 +264,13 @@ def test_a_batch_is_pinned_with_all_that_it_knows_of_its_images(monkeypatch):
     ids=["fewer scored", "more scored in parts", "other examples in parts"],
 )
 def test_edits_of_a_collator_are_trained_on(edits, limit):
-    given = {**on_images("llava", "dpo"), "train_dataset": vision_pairs(8, SEED)}
+    given = on_vision_data("dpo")
     padded, ours = (
         {"data_collator": editing(collator, of=given["processing_class"], **edits)}
         for collator in (DataCollatorForVisionPreference, VisionPreferenceCollator)
     )
     expected = run("dpo", "padded", **given, **padded)
-    given = {**given, **on_images("llava", "dpo")}
-    assert_same(expected, run("dpo", "shared", **given, **ours, max_tokens_per_micro_batch=limit))
+    assert_same(expected, run("dpo", "shared", **on_vision_data("dpo"), **ours, max_tokens_per_micro_batch=limit))
 
 
 def test_values_that_a_collator_adds_stay_with_their_rows(monkeypatch):
@@ -302,9 +302,8 @@ def test_images_that_come_after_the_check_are_refused():
 @pytest.mark.parametrize("limit", [None, 60], ids=["whole", "parts"])
 def test_later_edits_are_refused(limit):
     trainer_class = stepping(PaddingFreeDPOTrainer, more_scored)
-    arguments = {**on_images("llava", "dpo"), "train_dataset": vision_pairs(8, SEED), "trainer_class": trainer_class}
     with pytest.raises(EditedRowsError, match="more or other tokens to score"):
-        run("dpo", "shared", **arguments, max_tokens_per_micro_batch=limit)
+        run("dpo", "shared", **on_vision_data("dpo"), trainer_class=trainer_class, max_tokens_per_micro_batch=limit)
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -323,10 +322,8 @@ def test_later_edits_are_refused(limit):
     ],
 )
 def test_what_images_rule_out(task, options, message):
-    arguments = {**on_images("llava", task), **options}
-    data = (vision_completions if task == "sft" else vision_pairs)(4, SEED)
     with pytest.raises((ValueError, NotImplementedError), match=message):
-        make_trainer(task, "ours", **arguments, train_dataset=data)
+        make_trainer(task, "ours", **{**on_vision_data(task), **options})
 
 
 def test_statistics_over_all_images_are_refused():
@@ -367,9 +364,7 @@ def test_another_collator_is_refused_and_the_page_says_where_ours_is():
         assert f"`{collator.__name__}`" in page
         assert f"`{collator.__module__}`" in page
     with pytest.raises(ValueError, match=f"pass a `{VisionPreferenceCollator.__module__}.VisionPreferenceCollator`"):
-        make_trainer(
-            "dpo", "ours", **on_images("llava", "dpo"), train_dataset=vision_pairs(4, SEED), data_collator=dict
-        )
+        make_trainer("dpo", "ours", **on_vision_data("dpo"), data_collator=dict)
 
 
 def test_a_cut_image_is_laid_to_max_length():

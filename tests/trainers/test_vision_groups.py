@@ -17,10 +17,12 @@ from tests.helpers.vision import (
     IMAGE_ID,
     OPEN,
     SAMPLE,
+    VISION_DATA,
     VOCABULARY,
     make_vision,
     needs_torchvision,
     on_images,
+    on_vision_data,
     picture,
     vision_labelled,
     vision_prompts,
@@ -34,7 +36,6 @@ from trl_paddingfree.images.rows import VisionRules
 STACKED = ["idefics3", "llava_next", *(pytest.param(x, marks=needs_torchvision) for x in ("qwen2_5_vl", "internvl"))]
 # TRL fails on prompts of different lengths (Mistral 3), and on several images of one prompt (LLaVA-OneVision)
 ALIKE = ("mistral3", "llava_onevision")
-DATA = {"kto": vision_labelled, "grpo": vision_prompts, "rloo": vision_prompts, "distillation": vision_prompts}
 # Passes of old policy and reference in chunks, several updates of each micro-batch, which hold several prompts
 CHUNKS = {"num_iterations": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 2}
 
@@ -46,7 +47,7 @@ def assert_architecture(kind):
             data = Dataset.from_list([{**row, "prompt": rows[0]["prompt"]} for row in rows if same_size(row, rows[0])])
             data = data.select([i % len(data) for i in range(8)])
         else:
-            data = DATA[task](8, SEED, 1 if kind in ALIKE else 2)
+            data = VISION_DATA[task](8, SEED, 1 if kind in ALIKE else 2)
         compare(task, partial(on_images, kind, task), data, "shared")
     if kind not in ALIKE:
         compare("rloo", partial(on_images, kind, "rloo", lora=True), vision_prompts(8, SEED), "shared", **CHUNKS)
@@ -130,7 +131,7 @@ def test_mismatched_rows_have_the_images_of_their_prompts(loss_type):
 @pytest.mark.parametrize("task", ["grpo", "rloo", "distillation", "kto"])
 def test_budgets_follow_padded_trl(task, kind):
     """Most rows are longer than the first budget: the decoder runs in slices, and the tower once before them."""
-    options = {"gradient_accumulation_steps": 2, "train_dataset": DATA[task](8, SEED)}
+    options = {"gradient_accumulation_steps": 2, "train_dataset": VISION_DATA[task](8, SEED)}
     options |= {} if task in ("kto", "distillation") else {"num_iterations": 2}
     padded = run(task, "padded", **on_images(kind, task, lora=True), **options)
     for budget in ({"max_tokens_per_micro_batch": 24}, {"memory_budget": 8}):
@@ -248,7 +249,7 @@ def test_images_that_were_never_tried_are_refused():
 
 
 def test_calls_of_the_model_beside_trls_passes_are_refused():
-    trainer = make_trainer("grpo", "shared", **on_images("llava", "grpo"), train_dataset=vision_prompts(4, SEED))
+    trainer = make_trainer("grpo", "shared", **on_vision_data("grpo"))
     ids = torch.tensor([[1, IMAGE_ID, 40, 41]])
     rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
     knows_none = pytest.raises(ValueError, match="The call has `pixel_values`, and its flat batch knows of no images")
@@ -258,9 +259,9 @@ def test_calls_of_the_model_beside_trls_passes_are_refused():
 
 @needs_torchvision
 def test_a_teacher_with_other_rules_of_images_is_refused():
-    arguments = {**on_images("llava", "distillation"), "teacher_model": make_vision("gemma3")[0]}
+    arguments = {**on_vision_data("distillation"), "teacher_model": make_vision("gemma3")[0]}
     with pytest.raises(ValueError, match="Gemma3ForConditionalGeneration and LlavaForCond.* by other rules"):
-        make_trainer("distillation", "shared", **arguments, train_dataset=vision_prompts(4, SEED))
+        make_trainer("distillation", "shared", **arguments)
 
 
 def test_images_for_a_text_model_are_refused():
@@ -270,11 +271,11 @@ def test_images_for_a_text_model_are_refused():
 
 
 def test_a_model_that_does_not_look_at_its_images_is_refused(monkeypatch):
-    arguments = on_images("llava", "grpo")
+    arguments = on_vision_data("grpo")
     backbone = arguments["model"].model
     monkeypatch.setattr(backbone.multi_modal_projector, "forward", lambda x: torch.zeros(*x.shape[:-1], 32))
     with pytest.raises(ValueError, match="images make no difference to the model: they never arrive"):
-        make_trainer("grpo", "shared", **arguments, train_dataset=vision_prompts(4, SEED))
+        make_trainer("grpo", "shared", **arguments)
 
 
 def saying(monkeypatch, image_tokens):
