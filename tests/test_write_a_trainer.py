@@ -9,7 +9,7 @@ import pytest
 from trl.experimental.tpo import TPOConfig, TPOTrainer
 
 from tests.helpers.pages import ROOT, blocks, short_and_local
-from tests.helpers.tiny import SEED, arguments, make_model, preference_data, prompts, text
+from tests.helpers.tiny import SEED, SHARING, arguments, make_model, preference_data, prompts, text
 from tests.runs import assert_same, compare, make_trainer, run
 from trl_paddingfree.data.lengths import example_tokens, truncated
 from trl_paddingfree.data.savings import measure
@@ -114,7 +114,7 @@ def test_the_own_trainer_that_generates_follows_padded_trl(own, limit):
 
 
 @pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
-@pytest.mark.parametrize("prefix_sharing", [True, False])
+@SHARING
 def test_predicted_tokens_of_three_answers_are_those_of_the_batch(own, mode, prefix_sharing):
     names = own["TPO"].token_columns
     collator = own["TripleCollator"](0, 20, mode, padding_free=True, prefix_sharing=prefix_sharing)

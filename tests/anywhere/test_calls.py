@@ -19,7 +19,7 @@ from transformers import (
 from tests.helpers.architectures import tiny_model
 from tests.helpers.float64 import float64_throughout, in_float64
 from tests.helpers.launching import finished
-from tests.helpers.tiny import SEED, following_rotary, lora, make_model, reward_model
+from tests.helpers.tiny import FOLLOWING, SEED, following_rotary, lora, make_model, reward_model
 from trl_paddingfree import FlatModel, PaddingFreeDPOTrainer, UnprovenModelError, padding_free
 from trl_paddingfree.flat.counts import BatchCounts
 
@@ -142,7 +142,7 @@ def test_rows_without_a_mask_and_positions_that_are_given():
     assert not FlatModel.of(ours).padded.said
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@FOLLOWING
 def test_frequencies_that_follow_the_longest_row_follow_the_padding(kind):
     model = make_model(**following_rotary(24, kind))
     ours = padding_free(copy.deepcopy(model))

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from tests.helpers.tiny import (
+    ADAPTERS,
     DATA,
     arguments,
     conversations,
@@ -135,7 +136,7 @@ def test_trainers_of_trl_without_a_class_here(name, model_dir):
     assert_trained_as_padded(trained, lambda: AutoModelForCausalLM.from_pretrained(model_dir))
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["full", "LoRA"])
+@ADAPTERS
 @pytest.mark.parametrize("task", DATA)
 def test_trainers_of_trl_themselves(task, adapters, model_dir):
     """With LoRA, which their trainers put on after `padding_free`."""

@@ -16,7 +16,7 @@ from tests.check.test_mutations import leak as mixed
 from tests.check.test_prove import SEGMENT, make
 from tests.helpers.architectures import MODEL_TYPES, NOT_BUILT, proven, with_head
 from tests.helpers.flat_and_padded import install
-from tests.helpers.tiny import DTYPES, SEED, SHARING, make_model
+from tests.helpers.tiny import DTYPES, REENTRANT, SEED, SHARING, make_model
 from trl_paddingfree.check import training
 from trl_paddingfree.check.gradients import RowsInTraining, check_gradients
 from trl_paddingfree.check.probe import rounding_unit
@@ -167,7 +167,7 @@ def test_a_model_that_draws_in_training_is_proven_by_its_tokens(model_type):
     assert bool(result.gradients.skipped) == (model_type == "phimoe")
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@REENTRANT
 def test_gradients_of_a_checkpointed_model_are_read_and_leave_no_trace(reentrant):
     model = get_peft_model(make(), LoraConfig(r=4, target_modules="all-linear")).get_base_model()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})

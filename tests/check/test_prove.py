@@ -17,7 +17,7 @@ from transformers.models.bamba import modeling_bamba
 from tests.helpers.architectures import proven, tiny_config, tiny_model, with_head
 from tests.helpers.reference_flash import flash_attn_varlen_func, reference_flash
 from tests.helpers.reference_state import reference_state_kernels
-from tests.helpers.tiny import DTYPES, SEED, SHARING, lora
+from tests.helpers.tiny import ADAPTERS, DTYPES, SEED, SHARING, lora
 from trl_paddingfree.check.probe import LEAK_FRACTION, RowsAlone
 from trl_paddingfree.check.prove import UnprovenModelError, check_flat, prove
 from trl_paddingfree.flat.batch import FlatBatch
@@ -268,7 +268,7 @@ def test_a_correct_mixture_in_bfloat16_passes(model_type):
     assert proven(make(model_type, attention=None, dtype=torch.bfloat16)).prefix_sharing
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["whole", "lora"])
+@ADAPTERS
 @pytest.mark.parametrize("model_type", ["gemma2", "llama", "qwen3_5_text"])
 def test_what_is_exact_in_float32_is_exact_in_float64(model_type, adapters):
     """Some layers compute in float32 in any dtype, and eager attention in float64 may make NaN of padding."""

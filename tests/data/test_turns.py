@@ -14,6 +14,7 @@ from trl_paddingfree.trainers.sft import SFT
 
 CALL = [{"type": "function", "function": {"name": "w1", "arguments": {"w2": 3}}}]
 TOOLS = [{"type": "function", "function": {"name": "w1", "description": "w2", "parameters": {}}}]
+STREAMING = pytest.mark.parametrize("streaming", [False, True], ids=["data", "stream"])
 
 
 def messages(roles, content="w1"):
@@ -97,7 +98,7 @@ def test_a_column_of_prompts_beside_the_conversations_is_replaced():
     assert [len(row["prompt"]) for row in split_turns(Dataset.from_list(rows).to_iterable_dataset())] == [1, 3]
 
 
-@pytest.mark.parametrize("streaming", [False, True], ids=["data", "stream"])
+@STREAMING
 def test_conversations_of_from_and_value_are_read_as_trl_reads_them(streaming):
     said = messages("uaua")
     data = Dataset.from_list([{"conversations": [{"from": one["role"], "value": one["content"]} for one in said]}])
@@ -133,7 +134,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("streaming", [False, True], ids=["data", "stream"])
+@STREAMING
 @pytest.mark.parametrize("case", WRONG)
 def test_what_cannot_be_cut_is_refused_by_name(case, streaming):
     rows, message = WRONG[case]

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.checkpoint import checkpoint
 
 from tests.device.runs import train
+from tests.helpers.tiny import REENTRANT
 from tests.pretend_device import counted_waits, memory, own_generator
 from trl_paddingfree import FlatBatch, UnprovenModelError
 from trl_paddingfree.model.restored import random_state_restored
@@ -141,8 +142,8 @@ def test_memory_is_that_of_live_storages_and_runs_out(device, monkeypatch):
         torch.zeros(26, device=device)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_an_error_of_the_backward_pass_is_raised_where_it_began(use_reentrant, x):
+@REENTRANT
+def test_an_error_of_the_backward_pass_is_raised_where_it_began(reentrant, x):
     """Autograd runs on another thread, as on CUDA; a hook of a tensor and a recomputation raise there."""
     passes = []
 
@@ -154,7 +155,7 @@ def test_an_error_of_the_backward_pass_is_raised_where_it_began(use_reentrant, x
 
     leaf = x.clone().requires_grad_()
     with pytest.raises(KeyError, match="in the recomputation"):
-        checkpoint(compute, leaf, use_reentrant=use_reentrant).sum().backward()
+        checkpoint(compute, leaf, use_reentrant=reentrant).sum().backward()
 
     def refuse(gradient):
         raise torch.OutOfMemoryError("in a hook")

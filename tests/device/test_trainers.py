@@ -16,7 +16,7 @@ from tests.helpers.float64 import float64_throughout
 from tests.helpers.memory import most_slices
 from tests.helpers.random_draws import draw
 from tests.helpers.reference_flash import half_flash_func, reference_flash, varlen_on
-from tests.helpers.tiny import ATTENTIONS, DATA, SEED, arguments, conversations, lora, make_model
+from tests.helpers.tiny import ADAPTERS, ATTENTIONS, DATA, SEED, arguments, conversations, lora, make_model
 from tests.helpers.vision import (
     needs_torchvision,
     on_images,
@@ -40,7 +40,7 @@ RECOMPUTED = [
 ]
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
+@ADAPTERS
 @pytest.mark.parametrize("task", DATA)
 def test_a_trainer_computes_what_it_computes_on_the_cpu(task, adapters):
     def make():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.tiny import SEED
+from tests.helpers.tiny import SEED, SHARING
 from trl_paddingfree.flat.batch import IGNORE_INDEX, FlatBatch
 from trl_paddingfree.images.cuts import equal_images
 from trl_paddingfree.images.rows import RowImages, VisionRules
@@ -34,11 +34,11 @@ def random_rows(seed):
     return rows, [0, 1, 2, 3, 0] * 2
 
 
-@pytest.mark.parametrize("sharing", [False, True])
-def test_every_row_gets_its_own_features_in_order(sharing):
+@SHARING
+def test_every_row_gets_its_own_features_in_order(prefix_sharing):
     for draw in range(8):
         rows, sources = random_rows(SEED + draw)
-        batch = pickle.loads(pickle.dumps(flat(rows, sources, sharing=sharing)))
+        batch = pickle.loads(pickle.dumps(flat(rows, sources, prefix_sharing)))
         assert batch.to_rows() == rows
         # What the model does: write the next feature at each placeholder of the flat row
         index = batch.images.feature_index

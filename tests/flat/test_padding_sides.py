@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.tiny import SEED
+from tests.helpers.tiny import SEED, SHARING
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.flat.batch import IGNORE_INDEX, row_starts
 
@@ -21,12 +21,14 @@ def padded(rng, num_rows, width, prompt):
     return ids, mask
 
 
-@pytest.mark.parametrize("sharing", [True, False])
-def test_rows_come_back_to_the_columns_that_they_had(sharing):
+@SHARING
+def test_rows_come_back_to_the_columns_that_they_had(prefix_sharing):
     rng = np.random.default_rng(SEED)
     for _ in range(50):
         ids, mask = padded(rng, num_rows=5, width=11, prompt=[7, 8, 9])
-        batch = FlatBatch.from_padded(ids, mask, ids.masked_fill(mask == 0, IGNORE_INDEX), prefix_sharing=sharing)
+        batch = FlatBatch.from_padded(
+            ids, mask, ids.masked_fill(mask == 0, IGNORE_INDEX), prefix_sharing=prefix_sharing
+        )
         assert batch.to_rows() == [row[m.bool()].tolist() for row, m in zip(ids, mask, strict=True)]
         assert torch.equal(batch.row_mask, mask.bool())
         assert torch.equal(batch.input_ids[0][batch.row_index] * mask, ids)

@@ -14,8 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 SEED = int(os.environ.get("TRL_PADDINGFREE_SEED", 0))  # of this run of the tests
 # What many tests run with
+ADAPTERS = pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
 ATTENTIONS = pytest.mark.parametrize("attention", ["sdpa", "eager"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+FOLLOWING = pytest.mark.parametrize("kind", ["longrope", "dynamic"])  # as [`following_rotary`] takes it
+REENTRANT = pytest.mark.parametrize("reentrant", [False, True])
 SHARING = pytest.mark.parametrize("prefix_sharing", [False, True], ids=["flat", "shared"])
 WORDS = [f"w{i}" for i in range(60)]
 # Weights are larger than usual, so that a wrong context shows in the loss

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.memory import KINDS, LAYERS, budgeted, byte_per_token, layered, most_slices, ready, with_images
-from tests.helpers.tiny import DATA, SEED, conversations, lora, preference_data
+from tests.helpers.tiny import DATA, REENTRANT, SEED, conversations, lora, preference_data
 from tests.helpers.vision import vision_pairs
 from tests.runs import ROUNDED, assert_same, run
 from trl_paddingfree import FlatBatch
@@ -41,7 +41,7 @@ def between(trainer, number):
 
 
 @pytest.mark.drawn(2)
-@pytest.mark.parametrize("reentrant", [False, True])
+@REENTRANT
 @pytest.mark.parametrize("task", ["dpo", "sft"])
 def test_every_number_of_recomputed_layers_computes_the_same(folder, task, reentrant):
     data = preference_data(8, SEED) if task == "dpo" else conversations(8, SEED)

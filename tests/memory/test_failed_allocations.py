@@ -18,9 +18,11 @@ from trl_paddingfree.model.architecture import recompute_first
 from trl_paddingfree.trainers import attempts
 from trl_paddingfree.trainers.attempts import Attempt, halve
 
+WHERE = pytest.mark.parametrize("where", ["forward", "backward"])
+
 
 @pytest.mark.drawn(3)
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@WHERE
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "in parts"])
 def test_a_failed_allocation_costs_a_warning_and_nothing_else(folder, where, split, caplog):
     options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 3, "max_steps": 2}
@@ -40,7 +42,7 @@ def test_a_failed_allocation_costs_a_warning_and_nothing_else(folder, where, spl
     assert_same(plain, result, tolerance=TOLERANCE, ignored=())
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@WHERE
 def test_a_failed_allocation_generates_nothing_again(data, where, monkeypatch, caplog):
     options = {"gradient_accumulation_steps": 2, "use_adaptive_entropy": True, "entropy_target": 4.0}
     options["train_dataset"] = data
@@ -113,7 +115,7 @@ def test_gradients_that_are_computed_again_are_dropped_as_they_come():
     assert all(torch.equal(p.grad, grad) for p, grad in zip(trained, whole, strict=True))
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@WHERE
 def test_a_pass_that_fails_twice_counts_once(folder, where, passes, caplog):
     options = {"per_device_train_batch_size": 8, "steps": 1, "peft_config": lora()}
     data = preference_data(16, SEED)

@@ -11,7 +11,7 @@ from transformers.utils import is_torchvision_available
 
 from tests.helpers.architectures import is_older
 from tests.helpers.memory import LAYERS, layered, most_slices, with_images
-from tests.helpers.tiny import ROUTED, SEED, arguments, following_rotary, lora, make_model, preference_data
+from tests.helpers.tiny import FOLLOWING, ROUTED, SEED, arguments, following_rotary, lora, make_model, preference_data
 from tests.helpers.vision import WITHOUT_TORCHVISION, on_images, vision_pairs
 from tests.runs import assert_same, compare, make_trainer, run
 from trl_paddingfree import FlatBatch
@@ -72,7 +72,7 @@ def test_slices_compute_a_prompt_once(data, passes):
     assert most_slices(passes) == 3
 
 
-@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+@FOLLOWING
 def test_slices_have_the_frequencies_of_the_whole(data, kind, passes):
     def make():
         return {**layered("grpo"), "model": make_model(**following_rotary(24, kind))}

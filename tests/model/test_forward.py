@@ -15,7 +15,7 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 
 from tests.helpers.architectures import tiny_model, with_head
 from tests.helpers.flat_and_padded import flat_model, install, padded_rows
-from tests.helpers.tiny import make_model
+from tests.helpers.tiny import REENTRANT, make_model
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import Route, choose_route
@@ -151,7 +151,7 @@ def test_a_backend_that_was_asked_for_is_used_or_refused_with_every_reason():
         choose_route(model, "fast")
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@REENTRANT
 def test_gradient_checkpointing_recomputes_with_the_layout_of_its_own_batch(reentrant):
     """Two batches go forward before either goes backward: no layout may be looked up in shared state."""
     model = make_model(dtype=torch.float64)

@@ -21,7 +21,16 @@ from tests.helpers.flat_and_padded import assert_same_gradients, install, log_pr
 from tests.helpers.float64 import TOLERANCE, float64_throughout, in_float64
 from tests.helpers.pages import ROOT
 from tests.helpers.reference_flash import reference_flash
-from tests.helpers.tiny import ATTENTIONS, SEED, following_rotary, make_model, reward_model
+from tests.helpers.tiny import (
+    ATTENTIONS,
+    FOLLOWING,
+    REENTRANT,
+    SEED,
+    SHARING,
+    following_rotary,
+    make_model,
+    reward_model,
+)
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.flat.schedule import Schedule
 from trl_paddingfree.flat.slices import NO_WINDOW, cut_by_number, kept_keys
@@ -86,9 +95,9 @@ def assert_answer_equals_whole(model, batch, answer):
         assert_same_gradients(expected_gradients, gradients)
 
 
-def batch_of(rows=None, sharing=True):
+def batch_of(rows=None, prefix_sharing=True):
     rows = tree(SEED) if rows is None else rows
-    return FlatBatch.from_rows(rows, rows, prefix_sharing=sharing)
+    return FlatBatch.from_rows(rows, rows, prefix_sharing=prefix_sharing)
 
 
 # --- Architectures ---------------------------------------------------------------------------------------------------
@@ -114,12 +123,12 @@ KINDS = ["mistral", "gemma2", "llama4_text", "gpt2", *KV_SHARED, *TIED, "gpt_oss
 
 
 @pytest.mark.drawn(8)
-@pytest.mark.parametrize("sharing", [True, False], ids=["shared", "flat"])
+@SHARING
 @pytest.mark.parametrize("name", KINDS)
-def test_kinds_of_attention_cut_anywhere(name, sharing):
+def test_kinds_of_attention_cut_anywhere(name, prefix_sharing):
     model_type, options = {**MUST_WORK, **KV_SHARED, **TIED}.get(name, (name, {}))
     flat = flat_model(tiny_model(model_type, seed=SEED, **options))
-    assert_equals_whole(flat, batch_of(sharing=sharing))
+    assert_equals_whole(flat, batch_of(prefix_sharing=prefix_sharing))
     assert_equals_whole(flat, batch_of([tree(SEED)[0]]))
 
 
@@ -129,12 +138,12 @@ STATES += ["mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "za
 
 
 @pytest.mark.drawn(8)
-@pytest.mark.parametrize("sharing", [True, False], ids=["shared", "flat"])
+@SHARING
 @pytest.mark.parametrize("name", STATES)
-def test_layers_with_a_state_cut_anywhere(name, sharing):
+def test_layers_with_a_state_cut_anywhere(name, prefix_sharing):
     flat = flat_model(tiny_model(name, seed=SEED))
     assert why_not_in_slices(flat.model, flat.route, None) == ""
-    for batch in (batch_of(sharing=sharing), batch_of([tree(SEED)[0]])):
+    for batch in (batch_of(prefix_sharing=prefix_sharing), batch_of([tree(SEED)[0]])):
         assert_equals_whole(flat, batch)
 
 
@@ -150,7 +159,7 @@ def test_flash_attention_is_told_of_keys_of_earlier_slices(name):
 
 
 @ATTENTIONS
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@FOLLOWING
 @pytest.mark.parametrize("limit", [10, 64], ids=["reached", "not reached"])
 def test_frequencies_follow_the_longest_row_in_every_slice(kind, limit, attention):
     flat = flat_model(make_model(vocab_size=96, **following_rotary(limit, kind), attn_implementation=attention))
@@ -176,7 +185,7 @@ def test_the_mask_backend_and_layers_with_a_state_of_rows_cannot():
 # --- What is around slices -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@REENTRANT
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
 def test_checkpointing_that_others_left_on_recomputes_no_layer_within_a_slice(name, reentrant):
     flat = flat_model(tiny_model(name, seed=SEED))
@@ -207,7 +216,7 @@ def test_noise_of_embeddings_has_the_size_of_rows_and_is_drawn_once():
     embeddings.neftune_noise_alpha = 5.0
     embeddings.register_forward_hook(neftune_post_forward_hook)
     embeddings.register_forward_hook(lambda module, args, output: seen.append(output - module.weight[args[0]]))
-    computed(flat, batch_of([row] * 8, sharing=False), (0, 15, 32, 48))
+    computed(flat, batch_of([row] * 8, prefix_sharing=False), (0, 15, 32, 48))
     bound = 5.0 / (6 * flat.model.config.hidden_size) ** 0.5
     assert [noise.size(1) for noise in seen] == [15, 17, 16, 17, 15]
     for noise in seen:
@@ -246,7 +255,7 @@ def test_slices_hold_the_keys_that_they_read_and_nothing_waits_for_the_garbage_c
         return attend(carry, *args, **kwargs)
 
     monkeypatch.setattr(slices.Carry, "attend", watch)
-    batch, layers = batch_of([[*range(1, 9)]] * 4, sharing=False), flat.model.config.num_hidden_layers
+    batch, layers = batch_of([[*range(1, 9)]] * 4, prefix_sharing=False), flat.model.config.num_hidden_layers
     cut = [0] * layers + [2 * layers] * 3 * layers
     request.addfinalizer(gc.enable)
     gc.disable()

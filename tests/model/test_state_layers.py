@@ -64,6 +64,7 @@ NO_KERNELS = {"lfm3"} | ROWS
 WITHIN_ATTENTION = {"inkling_text", "inkling2_text"}
 # No kernel of the first Mamba's scan knows of boundaries
 NO_BOUNDARIES = NO_KERNELS | {"mamba", "jamba", "zamba", *WITHIN_ATTENTION}
+KERNELS = pytest.mark.parametrize("kernels", [False, True], ids=["plain", "kernels"])
 
 
 def make(model_type, **options):
@@ -72,7 +73,7 @@ def make(model_type, **options):
 
 
 @pytest.mark.drawn(9)
-@pytest.mark.parametrize("kernels", [False, True], ids=["plain", "kernels"])
+@KERNELS
 @pytest.mark.parametrize("model_type", FAMILIES.values(), ids=FAMILIES.keys())
 def test_family_passes_the_check_and_equals_padded_flat_and_shared(model_type, kernels):
     if kernels and model_type in NO_KERNELS:
@@ -103,7 +104,7 @@ LAYERS = ["qwen3_5_text", "olmo_hybrid", "kimi_linear", "bamba", "nemotron_h", "
 
 
 @pytest.mark.drawn(12)
-@pytest.mark.parametrize("kernels", [False, True], ids=["plain", "kernels"])
+@KERNELS
 @pytest.mark.parametrize("model_type", LAYERS)
 @pytest.mark.parametrize("draw", [SEED, SEED + 1])
 @float64_throughout()

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.flat_and_padded import flat_model
-from tests.helpers.tiny import DATA, SEED, arguments, lora, make_model
+from tests.helpers.tiny import ADAPTERS, DATA, SEED, arguments, lora, make_model
 from tests.runs import ROUNDED, TOLERANCE, assert_same, make_trainer, run
 from trl_paddingfree import UnprovenModelError, padding_free
 from trl_paddingfree.check.slices import prove_slices
@@ -76,7 +76,7 @@ def batches(trainer, number):
         yield trainer._prepare_inputs(trainer.data_collator(data))
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
+@ADAPTERS
 def test_graphs_grow_neither_with_layers_nor_with_batches(adapters):
     found = []
     for layers in (2, 4):

@@ -17,7 +17,7 @@ from tests.helpers.launching import (
     of_processes,
     torchrun,
 )
-from tests.helpers.tiny import make_model, saved
+from tests.helpers.tiny import ADAPTERS, make_model, saved
 
 # Layers that would recompute by passes of their own, which DDP does not see
 REENTRANT = {
@@ -221,7 +221,7 @@ def assert_agreement(engine, tokenizer, tmp_path, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapters", [True, False], ids=["lora", "full"])
+@ADAPTERS
 def test_processes_of_fsdp2_agree_on_layers_and_slices(adapters, tokenizer, tmp_path):
     assert_agreement("fsdp", tokenizer, tmp_path, lora=adapters)
 

@@ -16,7 +16,16 @@ from torch.utils.data import RandomSampler
 from trl import DPOTrainer, SFTTrainer
 
 from scripts.benchmark.studies.arranging import imbalance
-from tests.helpers.tiny import DATA, SEED, arguments, conversations, following_rotary, make_model, preference_data
+from tests.helpers.tiny import (
+    DATA,
+    FOLLOWING,
+    SEED,
+    arguments,
+    conversations,
+    following_rotary,
+    make_model,
+    preference_data,
+)
 from tests.runs import PER_MICRO_BATCH, assert_same, compare, make_trainer, run, train
 from trl_paddingfree import (
     PaddingFreeDPOTrainer,
@@ -155,7 +164,7 @@ def test_an_example_above_the_budget_runs_in_slices_and_others_in_parts(model_di
         assert max(np.diff(each.schedule.cuts), default=each.batch.counts.computed) <= 45
 
 
-@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+@FOLLOWING
 def test_frequencies_that_follow_the_longest_row_couple_examples_where_rows_reach_them(tokenizer, kind):
     def trained(task, layout, **options):
         models = {name: make_model(**following_rotary(24, kind)) for name in ("model", "ref_model")}

@@ -12,7 +12,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import is_older
 from tests.helpers.flat_and_padded import assert_padding_on_the_left_changes_nothing
-from tests.helpers.tiny import ROUTED, SEED, WORDS, arguments, following_rotary, make_model, prompts, score
+from tests.helpers.tiny import FOLLOWING, ROUTED, SEED, WORDS, arguments, following_rotary, make_model, prompts, score
 from tests.runs import PER_MICRO_BATCH, assert_same, compare, make_trainer, run
 from trl_paddingfree import PaddingFreeGRPOTrainer
 from trl_paddingfree.model import flat_model
@@ -179,7 +179,7 @@ def test_positions_are_counted_from_the_prompt_where_padded_trl_counts_padding(d
 
 
 @pytest.mark.drawn(1)
-@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+@FOLLOWING
 @pytest.mark.parametrize("task", ["grpo", "rloo"])
 def test_frequencies_follow_the_width_to_which_trl_pads(task, kind, monkeypatch):
     """A row of a short prompt is alone in its micro-batch, and padded to the width of a long one."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.memory import most_slices
-from tests.helpers.tiny import DATA, ROUTED, SEED, arguments, make_model, make_tokenizer
+from tests.helpers.tiny import ADAPTERS, DATA, REENTRANT, ROUTED, SEED, arguments, make_model, make_tokenizer
 from tests.helpers.vision import VISION_DATA, on_images
 from tests.runs import LAYOUTS, ROUNDED, assert_same, compare, make_trainer, run, train
 
@@ -24,7 +24,7 @@ def assert_in_slices(passes, most=9):
 
 
 @pytest.mark.drawn(7)
-@pytest.mark.parametrize("adapters", [True, False], ids=["lora", "full"])
+@ADAPTERS
 @pytest.mark.parametrize("task", DATA)
 def test_a_budget_below_most_rows_trains_as_padded_trl(task, adapters, passes):
     options = {"gradient_accumulation_steps": 2, "gradient_checkpointing": adapters}
@@ -108,7 +108,7 @@ def test_a_run_that_is_resumed_in_mid_epoch_ends_with_the_same_figures(task, tmp
     assert_in_slices(passes)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@REENTRANT
 def test_checkpointing_of_transformers_computes_nothing_else(reentrant, passes):
     kwargs = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
     runs = (run("dpo", "shared", **TINY, **options) for options in ({}, kwargs))
