@@ -10,7 +10,6 @@ from accelerate.utils import convert_outputs_to_fp32
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import DynamicCache
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from tests.helpers.architectures import tiny_model, with_head
@@ -93,18 +92,6 @@ def test_only_scored_tokens_reach_the_head_and_only_computed_tokens_the_layers()
     # batched products of attention and of rotary frequencies are not linear layers
     attention = sum(f for op, f in counter.get_flop_counts()["Global"].items() if str(op) == "aten.bmm")
     assert matmuls - attention == 2 * (per_token * batch.counts.computed + head)
-
-
-def test_calls_without_a_flat_batch_are_untouched():
-    model = make_model()
-    reference = copy.deepcopy(model)
-    flat_model(model)
-    rows = [[1, 2, 3, 4], [5, 6]]
-    inputs = padded_rows(rows, rows)
-    assert torch.equal(model(**inputs).logits, reference(**inputs).logits)
-    generate = {"max_new_tokens": 5, "do_sample": False}
-    del inputs["labels"]
-    assert torch.equal(model.generate(**inputs, **generate), reference.generate(**inputs, **generate))
 
 
 def test_installing_again_changes_the_route_and_nothing_else():
@@ -253,22 +240,6 @@ def test_a_table_that_is_shorter_than_a_flat_row_is_explained():
     flat_model(model, backend="mask")
     with pytest.raises(ValueError, match="cannot compute a flat row of 12 tokens, more than the 8 positions"):
         model(**twelve_tokens())
-
-
-def test_what_a_flat_row_cannot_answer_is_refused():
-    model = make_model()
-    flat_model(model)
-    batch = FlatBatch.from_rows([[1, 2, 3]], [[1, 2, 3]])
-    labels = torch.tensor([[1, 2, 3]])
-    with pytest.raises(ValueError, match="`position_ids` was given to the model beside a `flat_batch`"):
-        model(flat_batch=batch, labels=labels, position_ids=torch.arange(3)[None], fused_lm_head=True)
-    with pytest.raises(ValueError, match="`past_key_values` was given to the model beside a `flat_batch`"):
-        model(flat_batch=batch, past_key_values=DynamicCache())  # it would hold the keys of the flat row
-    model.config.output_hidden_states = True
-    for asked in ({}, {"output_hidden_states": None}, {"output_hidden_states": True}):
-        with pytest.raises(ValueError, match="a flat batch has no `hidden_states` of rows"):
-            model(flat_batch=batch, **asked)
-    assert "hidden_states" not in model(flat_batch=batch, output_hidden_states=False)
 
 
 def test_a_model_without_memory_answers_in_shapes():

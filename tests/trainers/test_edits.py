@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
+from transformers import DynamicCache, TrainerCallback
 from trl import SFTTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -282,6 +282,7 @@ def test_what_flat_outputs_cannot_give_is_named():
     flat_model(model)
     batch, rows = FlatBatch.from_rows([[1, 2, 3]], [[1, 2, 3]]), torch.zeros(1, 3, dtype=int)
     given = {"use_cache": True, "position_ids": rows, "logits_to_keep": 1, "token_type_ids": rows, "return_dict": False}
+    given["past_key_values"] = DynamicCache()  # it would hold the keys of the flat row
     refused = {name: f"`{name}` was given to the model beside" for name in given}
     refused |= {f"output_{name}": f"has no `{name}` of rows" for name in ("hidden_states", "attentions")}
     refused["return_dict"] = "`return_dict=False`: a flat batch is answered by name"
@@ -293,5 +294,7 @@ def test_what_flat_outputs_cannot_give_is_named():
     with pytest.raises(TypeError, match="by name"):
         model(torch.tensor([[1, 2, 3]]), flat_batch=batch)
     model.config.output_hidden_states = True
-    with pytest.raises(ValueError, match="has no `hidden_states` of rows"):
-        model(flat_batch=batch)
+    for asked in ({}, {"output_hidden_states": None}, {"output_hidden_states": True}):
+        with pytest.raises(ValueError, match="a flat batch has no `hidden_states` of rows"):
+            model(flat_batch=batch, **asked)
+    assert "hidden_states" not in model(flat_batch=batch, output_hidden_states=False)
