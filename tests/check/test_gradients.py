@@ -10,12 +10,11 @@ from functools import partial
 import pytest
 import torch
 from peft import LilyConfig, LoraConfig, get_peft_model
-from transformers.integrations.neftune import neftune_post_forward_hook
 
 from tests.check.test_mutations import leak as mixed
 from tests.check.test_prove import SEGMENT, make
 from tests.helpers.architectures import MODEL_TYPES, NOT_BUILT, proven, with_head
-from tests.helpers.flat_and_padded import install
+from tests.helpers.flat_and_padded import install, noise_of
 from tests.helpers.tiny import DTYPES, REENTRANT, SEED, SHARING, make_model
 from trl_paddingfree.check import training
 from trl_paddingfree.check.gradients import RowsInTraining, check_gradients
@@ -432,13 +431,11 @@ def test_adapters_move_off_zero_where_autocast_has_kept_them_as_they_were():
 def test_noise_of_training_is_off_while_gradients_are_compared():
     model = make()
     install(model)
-    embeddings = model.get_input_embeddings()
-    embeddings.neftune_noise_alpha = 5
-    embeddings.register_forward_hook(neftune_post_forward_hook)
+    noise_of(model)
     result = check_gradients(lambda: RowsInTraining(model), prefix_sharing=True)
     assert result.passed
     assert not result.skipped
-    assert embeddings.neftune_noise_alpha == 5
+    assert model.get_input_embeddings().neftune_noise_alpha == 5
 
 
 @pytest.mark.parametrize("where", ["flat", "gradients", "reference"])

@@ -2,6 +2,7 @@
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from transformers.integrations.neftune import neftune_post_forward_hook
 
 from tests.helpers.architectures import with_head
 from tests.helpers.float64 import TOLERANCE, float64_throughout, in_float64
@@ -19,6 +20,15 @@ def install(model, **route) -> FlatModel:
 def flat_model(model, **route) -> FlatModel:
     """The same of a model that gets TRL's fused head."""
     return install(with_head(model), **route)
+
+
+def noise_of(model) -> list[torch.Tensor]:
+    """Has NEFTune add noise to embeddings, and gives a list that gets it."""
+    embeddings, seen = model.get_input_embeddings(), []
+    embeddings.neftune_noise_alpha = 5.0
+    embeddings.register_forward_hook(neftune_post_forward_hook)
+    embeddings.register_forward_hook(lambda module, args, output: seen.append(output - module.weight[args[0]]))
+    return seen
 
 
 def tree(seed: int) -> list[list[int]]:
@@ -40,12 +50,15 @@ def padded_rows(rows: list[list[int]], labels: list[list[int]]) -> dict[str, tor
     return {name: pad_sequence([*map(torch.tensor, x)], True, value) for name, (x, value) in given.items()}
 
 
+def gradients_of(model) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
 def log_probs_and_gradients(model, **inputs):
     model.zero_grad()
     log_probs = model(**inputs, fused_lm_head=True, use_cache=False).log_probs
     (log_probs * torch.linspace(0.5, 1.5, log_probs.numel()).to(log_probs).view_as(log_probs)).sum().backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return log_probs.detach(), gradients
+    return log_probs.detach(), gradients_of(model)
 
 
 @float64_throughout()

@@ -11,6 +11,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from tests.helpers.architectures import tiny_config
+from tests.helpers.flat_and_padded import gradients_of
 from tests.helpers.float64 import TOLERANCE, float64_throughout, in_float64
 from tests.helpers.random_draws import EAGER_ONLY, ONLINE, draw
 from tests.helpers.tiny import WORDS, lora, make_tokenizer, score, text
@@ -165,7 +166,7 @@ class _Gradients(TrainerCallback):
         self.steps = []
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.steps.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        self.steps.append(gradients_of(model))
 
 
 def train(drawn: dict[str, Any], is_ours: bool) -> Run:

@@ -10,10 +10,9 @@ from accelerate.utils import convert_outputs_to_fp32
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
-from transformers.integrations.neftune import neftune_post_forward_hook
 
 from tests.helpers.architectures import tiny_model, with_head
-from tests.helpers.flat_and_padded import flat_model, install, padded_rows
+from tests.helpers.flat_and_padded import flat_model, install, noise_of, padded_rows
 from tests.helpers.tiny import REENTRANT, make_model
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.model.flat_model import FlatModel
@@ -185,10 +184,7 @@ def test_neftune_noise_has_the_size_of_rows():
     """Uniform noise of at most alpha / sqrt(length * hidden size): the longest of many draws is near that."""
     model = make_model()
     flat_model(model)
-    embeddings, seen = model.get_input_embeddings(), []
-    embeddings.neftune_noise_alpha = 5.0
-    embeddings.register_forward_hook(neftune_post_forward_hook)
-    embeddings.register_forward_hook(lambda module, args, output: seen.append(output - module.weight[args[0]]))
+    seen = noise_of(model)
     rows = [[1, 2, 3, 4, 5, 6]] * 8
     inputs, flat_batch = padded_rows(rows, rows), FlatBatch.from_rows(rows, rows, prefix_sharing=False)
     model.train()
@@ -204,7 +200,7 @@ def test_neftune_noise_has_the_size_of_rows():
     model(**inputs, flat_batch=replace(flat_batch, packed=48), fused_lm_head=True)
     bound = 5.0 / (48 * model.config.hidden_size) ** 0.5  # in TRL, one row of all tokens
     assert 0.9 * bound < seen[-1].abs().max() <= bound * (1 + 1e-5)
-    assert embeddings.neftune_noise_alpha == 5.0
+    assert model.get_input_embeddings().neftune_noise_alpha == 5.0
 
 
 def twelve_tokens():

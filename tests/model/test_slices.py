@@ -12,12 +12,18 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tests.check.test_architectures import MUST_WORK
 from tests.helpers.architectures import MODEL_TYPES, tiny_model, with_head
-from tests.helpers.flat_and_padded import assert_same_gradients, install, log_probs_and_gradients, tree
+from tests.helpers.flat_and_padded import (
+    assert_same_gradients,
+    gradients_of,
+    install,
+    log_probs_and_gradients,
+    noise_of,
+    tree,
+)
 from tests.helpers.float64 import TOLERANCE, float64_throughout, in_float64
 from tests.helpers.pages import ROOT
 from tests.helpers.reference_flash import reference_flash
@@ -88,7 +94,7 @@ def assert_answer_equals_whole(model, batch, answer):
         model.zero_grad()
         values = answer(replace(batch, schedule=Schedule(cuts)))
         values.square().sum().backward()
-        found.append((values, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}))
+        found.append((values, gradients_of(model)))
     (expected, expected_gradients), *others = found
     for values, gradients in others:
         torch.testing.assert_close(values, expected, rtol=TOLERANCE, atol=TOLERANCE)
@@ -212,10 +218,7 @@ def test_outputs_beside_log_probabilities_are_those_of_all_slices(kind):
 def test_noise_of_embeddings_has_the_size_of_rows_and_is_drawn_once():
     """Uniform noise of at most alpha / sqrt(length * hidden size); what is computed again has the noise it had."""
     flat, row = flat_model(make_model(vocab_size=96)), [1, 2, 3, 4, 5, 6]
-    embeddings, seen = flat.model.get_input_embeddings(), []
-    embeddings.neftune_noise_alpha = 5.0
-    embeddings.register_forward_hook(neftune_post_forward_hook)
-    embeddings.register_forward_hook(lambda module, args, output: seen.append(output - module.weight[args[0]]))
+    seen = noise_of(flat.model)
     computed(flat, batch_of([row] * 8, prefix_sharing=False), (0, 15, 32, 48))
     bound = 5.0 / (6 * flat.model.config.hidden_size) ** 0.5
     assert [noise.size(1) for noise in seen] == [15, 17, 16, 17, 15]
@@ -223,7 +226,7 @@ def test_noise_of_embeddings_has_the_size_of_rows_and_is_drawn_once():
         assert 0.8 * bound < noise.abs().max() <= bound * (1 + 1e-5)
     assert torch.equal(seen[0], seen[4])
     assert torch.equal(seen[1], seen[3])
-    assert embeddings.neftune_noise_alpha == 5.0
+    assert flat.model.get_input_embeddings().neftune_noise_alpha == 5.0
 
 
 def test_dropout_is_recomputed_as_it_was_drawn(monkeypatch):
