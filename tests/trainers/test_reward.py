@@ -23,15 +23,19 @@ def data():
 plain = partial(arguments, "reward", adapters=False)
 
 
+def trained(layout, data, **options):
+    return run("reward", layout, **plain(), train_dataset=data, **options)
+
+
 def test_parts_have_the_least_and_the_greatest_reward_of_the_whole(data):
     arranged, size = {"arrange_micro_batches": "prefix"}, {"per_device_train_batch_size": 8}
     parted = compare("reward", plain, data, "shared", ours={**arranged, "max_tokens_per_micro_batch": 70}, **size).ours
-    whole = run("reward", "shared", **plain(), train_dataset=data, **arranged, **size)
+    whole = trained("shared", data, **arranged, **size)
     assert parted.trainer.total_counts().computed > whole.trainer.total_counts().computed
 
 
 def test_the_longest_row_is_what_a_pair_starts_with_and_the_longer_rest(data):
-    trainer = run("reward", "shared", **plain(), train_dataset=data, steps=1).trainer
+    trainer = trained("shared", data, steps=1).trainer
     longest = max(len(row[column]) for row in trainer.train_dataset for column in trainer.task.token_columns)
     assert trainer.exceeds(longest - 1)
     assert not trainer.exceeds(longest)
@@ -66,9 +70,9 @@ def test_a_loss_may_be_the_models_own_given_labels_of_rows(data):
 
         return Own
 
-    padded = run("reward", "padded", trainer_class=with_own(RewardTrainer), **plain(), train_dataset=data)
+    padded = trained("padded", data, trainer_class=with_own(RewardTrainer))
     for layout in LAYOUTS:
-        ours = run("reward", layout, trainer_class=with_own(PaddingFreeRewardTrainer), **plain(), train_dataset=data)
+        ours = trained(layout, data, trainer_class=with_own(PaddingFreeRewardTrainer))
         assert_same(padded, ours)
 
 
@@ -83,16 +87,16 @@ def test_a_head_that_sees_other_rows_is_caught(monkeypatch):
 
 
 def test_a_saved_reward_model_gives_the_same_rewards(data, tmp_path):
-    trained = run("reward", "shared", **plain(), train_dataset=data, steps=1).trainer
-    trained.save_model(tmp_path)
+    trainer = trained("shared", data, steps=1).trainer
+    trainer.save_model(tmp_path)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
     ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad():
-        torch.testing.assert_close(loaded(ids).logits, trained.model.eval()(ids).logits)
+        torch.testing.assert_close(loaded(ids).logits, trainer.model.eval()(ids).logits)
 
 
 def test_identical_sequences_have_one_reward():
     pairs = preference_data(3, SEED).select([2, 2, 2, 2])
-    figures = run("reward", "shared", **plain(), train_dataset=pairs, steps=1).log_history[0]
+    figures = trained("shared", pairs, steps=1).log_history[0]
     assert (figures["margin"], figures["accuracy"]) == (0, 0)
     assert figures["loss"] == pytest.approx(0.6931, abs=1e-4)
