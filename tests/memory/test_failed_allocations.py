@@ -38,7 +38,7 @@ def test_a_failed_allocation_costs_a_warning_and_nothing_else(folder, where, spl
     # In the second micro-batch, when there are gradients already
     with failing(trainer, {1}, where == "backward"):
         result = train(trainer)
-    assert sum("An allocation failed" in message for message in caplog.messages) == 1
+    assert caplog.text.count("An allocation failed") == 1
     assert_same(plain, result, tolerance=TOLERANCE, ignored=())
 
 
@@ -57,7 +57,7 @@ def test_a_failed_allocation_generates_nothing_again(data, where, monkeypatch, c
 
     counted.__name__ = score.__name__
     result = run("grpo", "shared", **{**layered("grpo"), "reward_funcs": counted}, **options, memory_budget=8)
-    assert sum("An allocation failed" in message for message in caplog.messages) == 1
+    assert caplog.text.count("An allocation failed") == 1
     assert len(generated) == 2  # nothing is generated again
     assert_same(expected, result)
 
@@ -123,7 +123,7 @@ def test_a_pass_that_fails_twice_counts_once(folder, where, passes, caplog):
     trainer = budgeted("dpo", folder, data, memory_budget=None, max_tokens_per_micro_batch=10**6, **options)
     with failing(trainer, {0, 1}, where == "backward"):
         result = train(trainer)
-    assert sum("An allocation failed" in message for message in caplog.messages) == 2
+    assert caplog.text.count("An allocation failed") == 2
     assert_same(plain, result)
     assert result.trainer.total_counts().real == plain.trainer.total_counts().real
 
