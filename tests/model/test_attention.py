@@ -172,14 +172,12 @@ def test_backends_equal_the_dense_mask(previous, feature):
 @pytest.mark.parametrize("feature", ["plain", "grouped", "window", "narrow value", "scale"])
 @pytest.mark.parametrize("backend", ["varlen", "flash"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_kernels_equal_the_dense_mask(device, backend, feature):
-    """PyTorch's kernel, called by us, and called by transformers in the place of flash-attn's; stand-ins on a CPU."""
-    for segments in SEGMENTS.values():
-        compare_in_bfloat16(device, backend, segments, feature)
-
-
-def compare_in_bfloat16(device, backend, segments, feature):
-    """Output and gradients of a kernel, with twice the error of plain bfloat16 arithmetic."""
+@pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
+def test_kernels_equal_the_dense_mask(segments, device, backend, feature):
+    """
+    PyTorch's kernel, called by us, and called by transformers in the place of flash-attn's; stand-ins on a CPU. Output
+    and gradients, with twice the error of plain bfloat16 arithmetic.
+    """
     shape, module, kwargs, options = feature_arguments(feature, "sdpa")
     inputs = states(segments, **shape, dtype=torch.bfloat16, device=device)
     high = [x.detach().double().requires_grad_() for x in inputs]

@@ -111,10 +111,7 @@ NOT_IN_TWO_GROUPS = ("router loss", "sorted", "coupled", "process", "streaming",
 # Evaluations of several groups are means over what each group has, in TRL's trainers of several processes as well
 IN_ONE_GROUP = ("evaluation", "sft", "precomputed")
 # What only our trainers know: the padded run goes without
-OURS = (
-    *("prefix_sharing", "max_tokens_per_micro_batch"),
-    *("memory_budget", "tokens_in_memory", "arrange_micro_batches"),
-)
+OURS = ("prefix_sharing", "max_tokens_per_micro_batch", "memory_budget", "tokens_in_memory", "arrange_micro_batches")
 # Figures that depend on the machine, or on what its memory was predicted to need
 OF_THE_MACHINE = ("runtime", "per_second", "memory", "recomputed")
 
@@ -386,14 +383,10 @@ class Given(OtherSlices):
         return torch.cat([states, *received])
 
 
+@pytest.mark.parametrize("draw", range(SEED, SEED + 8))
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 40])
-def test_a_halo_brings_each_slice_what_its_convolution_reaches(size):
+def test_a_halo_brings_each_slice_what_its_convolution_reaches(size, draw):
     """Slices of a convolution along random trees, of one that sums up what it reaches with weights of its own."""
-    for draw in range(SEED, SEED + 8):
-        assert_halo_brings(draw, size)
-
-
-def assert_halo_brings(draw, size):
     whole = FlatLayout.from_segments(random_segments(draw))
     total = whole.segments.num_tokens
     states = torch.randn(total, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(draw))
