@@ -15,6 +15,14 @@ def pairs_file(tmp_path):
 
 
 @pytest.fixture
+def launched(monkeypatch):
+    """The arguments that `accelerate launch` would run with."""
+    found = []
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", found.append)
+    return found
+
+
+@pytest.fixture
 def inspected(capsys, model_dir):
     """Run `inspect` on a file; the JSON that it prints, which must be all that it prints."""
     from trl_paddingfree.cli.main import main

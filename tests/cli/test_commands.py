@@ -259,14 +259,6 @@ def test_env_names_versions_and_attention(capsys):
 NAMED = ["--model_name_or_path", "org/model", "--dataset_name", "org/data"]
 
 
-@pytest.fixture
-def launched(monkeypatch):
-    """The arguments that `accelerate launch` would run with."""
-    found = []
-    monkeypatch.setattr("accelerate.commands.launch.launch_command", found.append)
-    return found
-
-
 @pytest.mark.parametrize("script", ["dpo", "sft"])
 def test_launch_options_go_to_accelerate_and_all_to_the_script(launched, tmp_path, script):
     config = tmp_path / "config.yaml"

@@ -10,7 +10,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from accelerate.commands import launch as accelerate_launch
 from datasets import Dataset
 
 import trl_paddingfree
@@ -265,13 +264,13 @@ MISSING = {
 
 
 @pytest.mark.parametrize("options", MISSING)
-def test_what_a_run_lacks_is_said_before_it_is_launched(capsys, monkeypatch, tmp_path, pairs_file, options):
-    monkeypatch.setattr(accelerate_launch, "launch_command", lambda args: pytest.fail("launched"))
+def test_what_a_run_lacks_is_said_before_it_is_launched(capsys, monkeypatch, launched, tmp_path, pairs_file, options):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["dpo", *options.split()]) == 2
     error = capsys.readouterr().err
     assert error.startswith("trl-paddingfree dpo: ")
     assert MISSING[options] in error
+    assert launched == []
 
 
 def test_a_reward_that_cannot_be_imported_is_named_with_its_option():
@@ -284,12 +283,12 @@ def test_sft_on_pairs_names_all_that_it_reads():
         refuse_unread_instructions(preference_data(4, 0), "train")
 
 
-def test_offloading_without_an_accelerator_is_refused_before_launching(capsys, monkeypatch):
+def test_offloading_without_an_accelerator_is_refused_before_launching(capsys, monkeypatch, launched):
     monkeypatch.setattr("trl_paddingfree.cli.train.has_accelerator", lambda: False)
-    monkeypatch.setattr(accelerate_launch, "launch_command", lambda args: pytest.fail("launched"))
     options = ["--activation_offloading", "true", "--use_cpu", "true", "--bf16", "false"]
     assert cli.main(["dpo", *options, *NAMED]) == 2
     assert "`--activation_offloading true` moves activations from an acc" in capsys.readouterr().err
+    assert launched == []
 
 
 def test_every_head_of_the_table_fits_into_a_terminal(capsys, monkeypatch, tmp_path, model_dir):
