@@ -154,10 +154,8 @@ def test_parts_weigh_by_tokens_where_the_loss_is_a_mean_over_a_micro_batch(model
 
 
 def test_an_example_above_the_budget_runs_in_slices_and_others_in_parts(model_dir, passes):
-    common = {"model": model_dir, "train_dataset": with_a_long_pair(), "steps": 2}
-    common["per_device_train_batch_size"] = 8
-    padded = run("dpo", "padded", **common)
-    assert_same(padded, run("dpo", "ours", **common, max_tokens_per_micro_batch=45), ignored=())
+    options = {"ours": {"max_tokens_per_micro_batch": 45}, "per_device_train_batch_size": 8, "steps": 2}
+    compare("dpo", lambda: {"model": model_dir}, with_a_long_pair(), "ours", ignored=(), **options)
     sizes = [each.batch.counts.computed for each in passes if each.trains]
     assert min(sizes) <= 45 < max(sizes)
     for each in passes:
