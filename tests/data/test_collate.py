@@ -77,7 +77,8 @@ def test_rows_of_pairs_stay_together_where_a_collator_leaves_some_out(kept):
     """Four rows for four examples were taken for four examples of one row each, and parts tore pairs apart."""
     pairs = [{**PAIRS[0], "chosen_ids": [9] * (3 if i < 4 - kept else 2)} for i in range(4)]
     rows = Pairs(0, padding_free=True, keeps_rows=True)(pairs)["rows"]
-    assert (rows.num_items, rows.row_numbers([0])) == (kept, [0, kept])
+    rows.rows["number"] = torch.arange(2 * kept)
+    assert (rows.num_items, rows.take([0], None).rows["number"].tolist()) == (kept, [0, kept])
 
 
 def test_a_collator_of_other_rows_that_leaves_some_out_says_how_many_an_example_has():

@@ -88,7 +88,7 @@ def tight_budget(task, **options):
     """The least budget in GiB that holds every example, and a twentieth more."""
     trainer = make_trainer(task, "shared", memory_budget=1, **options)
     collator = replace(trainer.data_collator, keeps_rows=True)
-    alone = (batch for each in trainer.train_dataset for batch in collator([each])["rows"].alone())
+    alone = (batch for each in trainer.train_dataset for batch in collator([each])["rows"].alone(collator))
     return 1.05 * max(map(trainer.flat.planner.least_bytes, alone)) / GIB
 
 

@@ -171,11 +171,11 @@ def test_images_are_processed_once_and_cut_into_parts(kind):
 
     with patch.object(type(processor.image_processor), "__call__", counting):
         whole = collator(rows)["rows"]
-        parts = [whole.take(examples).with_flat() for examples in ([0, 3], [1, 2, 4], [5])]
+        parts = [whole.take(examples, collator).with_flat(collator) for examples in ([0, 3], [1, 2, 4], [5])]
     assert len(images) == sum(len(row["images"]) for row in rows)  # cut, and not processed again
     assert sum(len(part["input_ids"]) for part in parts) == 2 * len(rows)
     owners = [4, 0, 2]  # of different images
-    cut = whole.take(owners).rows
+    cut = whole.take(owners, collator).rows
     for name, expected in of_images(collator.rows([rows[i] for i in owners])).items():
         if expected.shape == cut[name].shape:  # else the others are larger, and it is padded to their size
             assert torch.equal(expected, cut[name])
@@ -198,8 +198,8 @@ def test_images_are_processed_again_where_nothing_tells_whose_they_are():
     for pixels, images, tokens, entries in CUTS:
         found = example_cuts({"pixel_values": pixels}, images, tokens)
         assert found == (None if entries is None else {"pixel_values": entries})
-    pairs = CollatedImageRows(None, {"input_ids": torch.arange(4)[:, None]}, 2, [{}, {}], [0, 1], {})
-    assert pairs.take([1]).rows["input_ids"].tolist() == [[1], [3]]
+    pairs = CollatedImageRows({"input_ids": torch.arange(4)[:, None]}, 2, [{}, {}], [0, 1], {})
+    assert pairs.take([1], None).rows["input_ids"].tolist() == [[1], [3]]
 
 
 def test_images_are_found_where_trl_reads_them():
@@ -225,9 +225,9 @@ def test_images_in_files_train_as_those_in_memory(tmp_path):
 def test_workers_send_no_processor():
     model, processor = make_vision("llava", seed=SEED)
     options = {"padding_free": True, "keeps_rows": True, "rules": vision_rules(model)}
-    rows = VisionPreferenceCollator(processor, **options)([*vision_pairs(4, SEED)])["rows"]
-    assert "collator" in vars(rows)
-    assert "collator" not in vars(pickle.loads(pickle.dumps(rows)))
+    collator = VisionPreferenceCollator(processor, **options)
+    rows = collator([*vision_pairs(4, SEED)])["rows"]
+    assert [b"Processor" in pickle.dumps(each) for each in (collator, rows)] == [True, False]
 
 
 def tensors_of(value):
@@ -284,7 +284,7 @@ def test_values_that_a_collator_adds_stay_with_their_rows(monkeypatch):
 
     batch = collated(weights=torch.arange(6))
     assert batch["weights"].tolist() == [*range(6)]
-    assert batch["rows"].take([1]).rows["weights"].tolist() == [1, 4]
+    assert batch["rows"].take([1], None).rows["weights"].tolist() == [1, 4]
     monkeypatch.setattr("trl_paddingfree.images.collate.example_cuts", lambda *_: None)
     collated()
     with pytest.raises(EditedRowsError, match="changes pixel_values, and which of them belong to which"):

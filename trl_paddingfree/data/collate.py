@@ -94,7 +94,8 @@ class FlatCollator(DataCollatorMixin):
         if not self.padding_free:
             return rows
         collated = self.collated_rows(rows, features)
-        return {**collated.with_flat(), "rows": collated} if self.keeps_rows else collated.with_flat()
+        inputs = collated.with_flat(self)
+        return {**inputs, "rows": collated} if self.keeps_rows else inputs
 
     def collated_rows(self, rows: Inputs, features: list[Example]) -> CollatedRows:
         """The `rows` that TRL's collator made from `features`, with the number of examples that they hold."""
@@ -106,7 +107,7 @@ class FlatCollator(DataCollatorMixin):
                 f"{type(self).__name__} gives {num_rows} rows for {num_features} examples, and does not say how many "
                 "rows each example has. Set it on the class, such as `rows_per_example = 2` for pairs."
             )
-        return CollatedRows(self, rows, num_rows // (per_example or num_rows // num_features))
+        return CollatedRows(rows, num_rows // (per_example or num_rows // num_features))
 
 
 @dataclass

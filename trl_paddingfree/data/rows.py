@@ -13,24 +13,20 @@ from .lengths import Example
 
 @dataclass(frozen=True)
 class CollatedRows:
-    """The rows of a batch on the host, from which parts of it are made."""
+    """
+    The rows of a batch on the host, from which parts of it are made. They do not hold the `collator` that they came
+    from: with a processor, it is larger than all the rows that a data loader's worker sends.
+    """
 
-    collator: Any  # builds flat batches of the rows; a data loader's worker does not send it
     rows: Inputs  # the batch without its flat batch; values have one entry per row, per example, or for all
     num_items: int  # number of examples, which are never divided
 
-    def __getstate__(self) -> dict[str, object]:
-        # The trainer puts its own back: with a processor, a collator is larger than all the rows
-        return {name: value for name, value in vars(self).items() if name != "collator"}
-
-    def row_numbers(self, examples: Sequence[int]) -> list[int]:
-        """The indices of the rows of some examples."""
-        return [i + first for first in range(0, len(self.rows["input_ids"]), self.num_items) for i in examples]
-
-    def take(self, examples: Sequence[int]) -> "CollatedRows":
+    def take(self, examples: Sequence[int], collator: Any) -> "CollatedRows":
         """The rows of some examples, padded as they are in the whole batch."""
+        num_rows = len(self.rows["input_ids"])
+        of_examples = [i + first for first in range(0, num_rows, self.num_items) for i in examples]
         # Keyed by the length of values with one entry per row, or per example
-        entries = {len(self.rows["input_ids"]): self.row_numbers(examples), self.num_items: list(examples)}
+        entries = {num_rows: of_examples, self.num_items: list(examples)}
 
         def entries_of(value):
             if isinstance(value, torch.Tensor) and value.ndim and len(value) in entries:
@@ -41,13 +37,13 @@ class CollatedRows:
 
         return replace(self, rows={name: entries_of(x) for name, x in self.rows.items()}, num_items=len(examples))
 
-    def alone(self) -> list[FlatBatch]:
+    def alone(self, collator: Any) -> list[FlatBatch]:
         """A flat batch of each example on its own."""
-        return [self.take([i]).with_flat()["flat_batch"] for i in range(self.num_items)]
+        return [self.take([i], collator).with_flat(collator)["flat_batch"] for i in range(self.num_items)]
 
-    def with_flat(self) -> Inputs:
+    def with_flat(self, collator: Any) -> Inputs:
         """The rows plus their flat batch."""
-        return {**self.rows, "flat_batch": self.collator.flatten(self.rows)}
+        return {**self.rows, "flat_batch": collator.flatten(self.rows)}
 
 
 def generated_on_host(

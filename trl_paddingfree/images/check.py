@@ -77,7 +77,7 @@ class ImageProbe:
         if prefix_sharing is None:
             return _scoring_all(self.collator.padded(examples))
         collator = self.collator.changed(prefix_sharing=prefix_sharing)
-        return collator.collated_rows(_scoring_all(collator.rows(examples)), examples).with_flat()
+        return collator.collated_rows(_scoring_all(collator.rows(examples)), examples).with_flat(collator)
 
 
 def _scoring_all(rows: Inputs) -> Inputs:

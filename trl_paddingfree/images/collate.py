@@ -96,7 +96,7 @@ class FlatVisionCollator(FlatCollator):
                 "known, so that a micro-batch cannot run in parts: edit the examples, or leave `memory_budget` and "
                 "`max_tokens_per_micro_batch` out."
             )
-        whole = CollatedImageRows(self, rows, len(examples), examples, range(len(examples)), cuts, [*images])
+        whole = CollatedImageRows(rows, len(examples), examples, range(len(examples)), cuts, [*images])
         return whole.with_images(rows, examples, equal_images(images, cuts)) if cuts else whole
 
     def row_labels(self, rows: Inputs) -> torch.Tensor:
@@ -140,19 +140,19 @@ class CollatedImageRows(CollatedRows):
         names = self.names if any(map(images_of, examples)) else ()
         rows = rows | {name: self.rows[name][entries_of(owners, self.cuts[name])] for name in names}
         cuts = {name: [cut[owner] for owner in owners] for name, cut in self.cuts.items()}
-        return CollatedImageRows(self.collator, rows, len(examples), examples, numbers, cuts, names)
+        return CollatedImageRows(rows, len(examples), examples, numbers, cuts, names)
 
-    def take(self, examples: Sequence[int]) -> "CollatedImageRows":
+    def take(self, examples: Sequence[int], collator: Any) -> "CollatedImageRows":
         chosen = [self.examples[i] for i in examples]
         texts = {name: x for name, x in self.rows.items() if name not in self.names}
-        rows = CollatedRows(self.collator, texts, self.num_items).take(examples).rows
+        rows = CollatedRows(texts, self.num_items).take(examples, collator).rows
         if self.cuts is not None:
             return self.with_images(rows, chosen, [self.sources[i] for i in examples])
-        rows |= of_images(self.collator.rows(chosen))  # only images: a subclass may have edited the rows
-        return CollatedImageRows(self.collator, rows, len(chosen), chosen, range(len(chosen)), names=self.names)
+        rows |= of_images(collator.rows(chosen))  # only images: a subclass may have edited the rows
+        return CollatedImageRows(rows, len(chosen), chosen, range(len(chosen)), names=self.names)
 
-    def with_flat(self) -> Inputs:
-        rows, rules, images = self.rows, self.collator.rules, None
+    def with_flat(self, collator: Any) -> Inputs:
+        rows, rules, images = self.rows, collator.rules, None
         if (rows["input_ids"] == rules.token_id).any():
             pixels = rows.get("pixel_values", ())
             if rules.patches and len(pixels) and not {"image_grid_thw", "mm_token_type_ids"} <= rows.keys():
@@ -163,7 +163,7 @@ class CollatedImageRows(CollatedRows):
             sources = [*self.sources] * (len(rows["input_ids"]) // self.num_items)
             images = RowImages(rules, sources, rows.get("image_grid_thw"), num_pixels=sum(map(torch.numel, pixels)))
         # A plain dict with the rows first: the data loader takes the first value's length, and moves the others
-        return {"input_ids": rows["input_ids"], **rows, "flat_batch": self.collator.flatten(rows, images)}
+        return {"input_ids": rows["input_ids"], **rows, "flat_batch": collator.flatten(rows, images)}
 
 
 def of_images(rows: Inputs) -> Inputs:

@@ -211,7 +211,7 @@ class CollatedTrainer(FlatTrainer):
         batches = [
             (batch, f"example {i} of the training data")
             for i in candidates
-            for batch in collator([self.train_dataset[i]])["rows"].alone()
+            for batch in collator([self.train_dataset[i]])["rows"].alone(collator)
         ]
         if not self._adds_up:  # a micro-batch is not divided into parts: all of it has to fit
             largest = np.argsort(tokens, kind="stable")[-self._train_batch_size :]
@@ -262,16 +262,16 @@ class CollatedTrainer(FlatTrainer):
 
     def _divided(self, inputs: Inputs) -> list[Inputs]:
         """The batches into which the planner divides one; just that one if it fits or has a single item."""
-        whole, planner = inputs["flat_batch"], self.flat.planner
+        whole, rows, planner, collator = inputs["flat_batch"], inputs["rows"], self.flat.planner, self.data_collator
         assert planner is not None
-        rows = replace(inputs["rows"], collator=self.data_collator)  # workers send them without the collator
         # Sizes and parts are made from the rows on the host, which do not show edits
-        labels, made = map(self.data_collator.row_labels, (inputs, rows.rows))
+        labels, made = map(collator.row_labels, (inputs, rows.rows))
         self.flat.trained.edits.ask(whole, {**inputs, "labels": labels}, on_device(made, labels.device))
         if rows.num_items == 1 or planner.is_whole(whole):
             return [inputs]
         refuse_lost_values(inputs, rows.rows)
-        parts = [rows.take(items).with_flat() for items in planner.parts(list(map(planner.features, rows.alone())))]
+        features = list(map(planner.features, rows.alone(collator)))
+        parts = [rows.take(items, collator).with_flat(collator) for items in planner.parts(features)]
         # transformers moves tensors, but not flat batches: the data loader has only moved that of the whole
         return [{**part, "flat_batch": part["flat_batch"].to(self.args.device, non_blocking=True)} for part in parts]
 
