@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -42,6 +42,7 @@ class Pass:
     held: int  # bytes that tensors held before it
 
 
+@dataclass
 class MemoryPlanner:
     """
     Schedules each pass of a run under a `limit` of tokens, a `budget` in bytes, or both, and records what they took.
@@ -51,30 +52,27 @@ class MemoryPlanner:
     it, they are `None`, and the budget and all peaks are 0.
     """
 
-    def __init__(
-        self,
-        flat_model: FlatModel,
-        accelerator: Accelerator,
-        device_memory: PeakMemory,
-        *,
-        limit: int | None = None,
-        option: float | str | None = None,
-        budget: int = 0,
-        needs: MemoryNeeds | None = None,
-        is_reentrant: bool = False,
-    ):
-        self.flat_model, self.accelerator, self.device_memory = flat_model, accelerator, device_memory
-        self.limit, self.option, self.budget, self.needs = limit, option, budget, needs
-        self.is_reentrant = is_reentrant  # whether layers use reentrant checkpoints
-        self.asked = [option, limit]  # a failed allocation may lower the limit
-        self.has_shrunk = False  # whether a failed allocation has lowered the limit
-        self.is_sharded = is_sharded(accelerator)
+    flat_model: FlatModel
+    accelerator: Accelerator
+    device_memory: PeakMemory
+    limit: int | None = None
+    option: float | str | None = None
+    budget: int = 0
+    needs: MemoryNeeds | None = None
+    is_reentrant: bool = False  # whether layers use reentrant checkpoints
+    has_shrunk: bool = False  # whether a failed allocation has lowered the limit
+    current: Pass | None = None  # the training pass under way, once it is scheduled
+    # For each pass since the last log: its slices, the layers that it recomputes, and its predicted peak
+    new: list[tuple[int, float, int]] = field(default_factory=list)
+    # Measured peaks: how many, and the largest ratio of a measured to a predicted one
+    observed: int = 0
+    most_measured: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.asked = [self.option, self.limit]  # a failed allocation may lower the limit
+        self.is_sharded = is_sharded(self.accelerator)
+        flat_model = self.flat_model
         self.why_whole = why_not_in_slices(flat_model.model, flat_model.route, flat_model.group)
-        self.current: Pass | None = None  # the training pass under way, once it is scheduled
-        # For each pass since the last log: its slices, the layers that it recomputes, and its predicted peak
-        self.new: list[tuple[int, float, int]] = []
-        # Measured peaks: how many, and the largest ratio of a measured to a predicted one
-        self.observed, self.most_measured = 0, 0.0
 
     # --- schedules --------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 import gc
 import inspect
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,11 +44,11 @@ def make_planner(
     class and arguments. `head` is the head that the loss uses, `images` are arguments of calls with different numbers
     of images, and `arguments` what training passes to the model besides a batch.
     """
-    planner = partial(
-        MemoryPlanner, flat_model, accelerator, device_memory, limit=limit, option=option, is_reentrant=is_reentrant
+    planner = MemoryPlanner(
+        flat_model, accelerator, device_memory, limit=limit, option=option, is_reentrant=is_reentrant
     )
     if option is None:
-        return planner()
+        return planner
     base = flat_model.model
     devices = {p.device for model in models for p in model.parameters() if p.device.type == accelerator.device.type}
     if len(devices) > 1:
@@ -89,5 +88,5 @@ def make_planner(
         kept = KeptBytes(*map(group.largest, vars(kept).values()))
         fixed, budget = (abs(x) for x in group.largest([fixed, -budget]).tolist())
     flat_model.recomputable = layers
-    needs = MemoryNeeds(fixed, kept, head, float(kept.factor))
-    return planner(budget=budget, needs=needs)
+    planner.budget, planner.needs = budget, MemoryNeeds(fixed, kept, head, float(kept.factor))
+    return planner
