@@ -13,7 +13,6 @@ from tests.helpers.tiny import SEED, lora, preference_data, score
 from tests.runs import TOLERANCE, assert_same, run, train
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.flat.layout import FlatLayout
-from trl_paddingfree.memory.planner import Pass
 from trl_paddingfree.model.architecture import recompute_first
 from trl_paddingfree.trainers import attempts
 from trl_paddingfree.trainers.attempts import Attempt, halve
@@ -146,7 +145,7 @@ def test_an_image_block_that_cannot_be_cut_ends_the_halving(folder, passes):
 
     def fail_often():
         for _ in range(9):
-            plan.current = Pass(replace(batch, schedule=plan.own_schedule(batch)), 0)
+            plan.current = replace(batch, schedule=plan.own_schedule(batch))
             halve(plan, torch.OutOfMemoryError("on purpose"))
 
     with pytest.raises(torch.OutOfMemoryError, match="on purpose"):

@@ -113,7 +113,7 @@ def made(monkeypatch):
 def test_micro_batches_in_parts_count_their_images(made):
     data = vision_pairs(8, SEED)
     plan = with_images("llava", "dpo", data).flat.planner
-    least = plan.needs.fixed + 0.7 * (plan.current.batch.schedule.peak - plan.needs.fixed)
+    least = plan.needs.fixed + 0.7 * (plan.current.schedule.peak - plan.needs.fixed)
     ours = {"memory_budget": 2 * least / GIB}  # in float64
     compare("dpo", partial(on_images, "llava", "dpo"), data, "shared", ours=ours)
     assert max(map(len, made)) > 1

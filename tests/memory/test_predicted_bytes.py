@@ -32,7 +32,7 @@ from trl_paddingfree.flat.schedule import Schedule
 from trl_paddingfree.memory.device import GIB
 from trl_paddingfree.memory.kept_bytes import count_kept_bytes
 from trl_paddingfree.memory.needs import fixed_bytes, optimizer_bytes, tensor_bytes
-from trl_paddingfree.memory.planner import CORRECTED, MemoryPlanner, Pass
+from trl_paddingfree.memory.planner import CORRECTED, MemoryPlanner
 from trl_paddingfree.memory.saved_bytes import SavedBytes
 from trl_paddingfree.model.architecture import recompute_first
 from trl_paddingfree.model.flat_model import FlatModel
@@ -199,7 +199,7 @@ def test_what_comes_to_hold_memory_in_training_corrects_no_prediction_and_is_sav
 
     memory = made(held=1500)
     for _ in range(CORRECTED):
-        memory.current = Pass(replace(batch, schedule=Schedule(peak=memory.needs.fixed + 100)), held=1500)
+        memory.current, memory.held = replace(batch, schedule=Schedule(peak=memory.needs.fixed + 100)), 1500
         memory.finish(has_stepped=True)
         assert (memory.needs.fixed, memory.needs.correction) == (1500, 1)
     memory.save(tmp_path, 0)

@@ -121,9 +121,8 @@ def test_every_number_of_recomputed_layers_computes_the_same_and_keeps_what_was_
             counter = SavedBytes(trainer.flat_base(trainer.model), trainer.flat.trained.recomputable)
             with counter.counting():
                 result = compute(trainer, *args)
-            batch = memory.current.batch
             inside = sum(counter.total(i) for i in range(number, LAYERS)) + sum(counter.inputs[:number])
-            saved = memory.needs.saved(memory_features(batch, trainer.flat.route))[number]
+            saved = memory.needs.saved(memory_features(memory.current, trainer.flat.route))[number]
             counted.append((int(saved), inside + counter.total(-1)))
             del result
             trainer.flat.counts.new = type(trainer.flat.counts.new)()

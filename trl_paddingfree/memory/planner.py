@@ -34,14 +34,6 @@ STATE = "memory_budget_{rank}.json"
 _SAVED = ("limit", "budget", "has_shrunk", "observed", "most_measured")
 
 
-@dataclass(frozen=True)
-class Pass:
-    """A forward and backward pass that trains."""
-
-    batch: FlatBatch  # with its schedule
-    held: int  # bytes that tensors held before it
-
-
 @dataclass
 class MemoryPlanner:
     """
@@ -61,7 +53,8 @@ class MemoryPlanner:
     needs: MemoryNeeds | None = None
     is_reentrant: bool = False  # whether layers use reentrant checkpoints
     has_shrunk: bool = False  # whether a failed allocation has lowered the limit
-    current: Pass | None = None  # the training pass under way, once it is scheduled
+    current: FlatBatch | None = None  # the batch of the training pass under way, once it is scheduled
+    held: int = 0  # bytes that tensors held before that pass
     # For each pass since the last log: its slices, the layers that it recomputes, and its predicted peak
     new: list[tuple[int, float, int]] = field(default_factory=list)
     # Measured peaks: how many, and the largest ratio of a measured to a predicted one
@@ -86,7 +79,7 @@ class MemoryPlanner:
                 self.refuse_oversized(batch.counts.computed)
             if batch.schedule.peak > self.budget and not self.has_shrunk:
                 raise self.too_small_for(batch)
-            self.current = Pass(batch, self.device_memory.begin() if self.corrects else 0)
+            self.current, self.held = batch, self.device_memory.begin() if self.corrects else 0
         return batch
 
     def schedule(self, batch: FlatBatch) -> Schedule:
@@ -235,23 +228,23 @@ class MemoryPlanner:
         """Record a completed pass. `has_stepped` says whether the optimizer has its state by now."""
         if (current := self.current) is None:  # no training pass was computed
             return
-        tokens, schedule = current.batch.counts.computed, current.batch.schedule
+        tokens, schedule = current.counts.computed, current.schedule
         # The share of tokens whose slices are computed once more
         again = schedule.cuts[-1 - schedule.kept_slices] / tokens if schedule.cuts else 0.0
         recomputed = (schedule.recompute or 0) + again * len(self.flat_model.recomputable)
         self.new.append((schedule.num_slices, recomputed, schedule.peak))
         # Before gradients and moments exist, the peak would look as if activations needed next to nothing
         if has_stepped and self.corrects:
-            self._correct(current)
+            self._correct(schedule.peak)
 
-    def _correct(self, current: Pass) -> None:
+    def _correct(self, predicted: int) -> None:
         """Correct the prediction by the peak of a pass; downward only once `CORRECTED` peaks are known."""
         needs, group = self.needs, self.flat_model.group
         assert needs is not None
         self.observed += 1
-        uncorrected = (current.batch.schedule.peak - needs.fixed) / needs.correction
+        uncorrected = (predicted - needs.fixed) / needs.correction
         # Other tensors may have been allocated since the needs were counted
-        held, peak = current.held, self.device_memory.peak
+        held, peak = self.held, self.device_memory.peak
         if group is not None:
             held, peak = group.largest([held, peak]).tolist()
         self.needs = needs = replace(needs, fixed=max(needs.fixed, held))

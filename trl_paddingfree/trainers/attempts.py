@@ -77,11 +77,11 @@ def halve(planner: MemoryPlanner, error: RuntimeError) -> None:
         raise error
     if advice := why_not_again(planner):
         raise type(error)(f"{error}\n{advice}") from error
-    batch, before = failed.batch, (planner.limit, planner.has_shrunk)
-    tokens = batch.counts.computed
-    size = batch.schedule.largest_slice(tokens)
+    before = planner.limit, planner.has_shrunk
+    tokens = failed.counts.computed
+    size = failed.schedule.largest_slice(tokens)
     planner.limit, planner.has_shrunk = size // 2, True  # both set before planning: schedules are cached
-    if planner.why_whole or size < LEAST_HALVED or planner.own_schedule(batch).largest_slice(tokens) >= size:
+    if planner.why_whole or size < LEAST_HALVED or planner.own_schedule(failed).largest_slice(tokens) >= size:
         planner.limit, planner.has_shrunk = before
         raise error
     logger.warning(
@@ -99,7 +99,7 @@ def why_not_again(planner: MemoryPlanner) -> str:
             f"{what}, and resume from the last checkpoint."
         )
     # Slices are not reentrant checkpoints
-    if planner.is_reentrant and planner.current and not planner.current.batch.schedule.cuts:
+    if planner.is_reentrant and planner.current and not planner.current.schedule.cuts:
         return (
             "With `use_reentrant=True`, layers that share weights, or are called several times, add to a gradient more "
             f"than once in a pass, so that a micro-batch cannot be computed again. Set it to `False`, or lower {what}."

@@ -209,7 +209,7 @@ class FlatTrainer(Trainer):
         if (steps := self.flat.steps) is None:
             return loss
         if steps.planner.current is not None:  # around its reference pass, TRL turned checkpointing off and on again
-            self.flat.trained.set_recompute(steps.planner.current.batch.schedule)
+            self.flat.trained.set_recompute(steps.planner.current.schedule)
         return loss if steps.part is None else steps.weighted(loss)
 
     def scheduled(self, inputs: Inputs, trains: bool = False) -> Inputs:
