@@ -1,16 +1,17 @@
 """Spares LoRA layers a float32 copy of their inputs, which autocast casts back anyway."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
 
 
+@dataclass(frozen=True)
 class CastsUnlessAutocast:
     """Replaces PEFT's `cast_input_dtype_enabled`, evaluated in each call: true while autocast is off."""
 
-    def __init__(self, device_type: str):
-        self.device_type = device_type
+    device_type: str
 
     def __bool__(self) -> bool:
         return not torch.is_autocast_enabled(self.device_type)

@@ -8,7 +8,7 @@ computed in slices beneath the loss, see [`~trl_paddingfree.model.slices`].
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
@@ -159,14 +159,15 @@ class PartMetrics:
         self.metrics["num_tokens"] = [trainer._total_train_tokens]
 
 
+@dataclass
 class TrainingSteps:
     """The training steps of a trainer under a [`~trl_paddingfree.memory.planner.MemoryPlanner`]."""
 
-    def __init__(self, trainer: Any, planner: MemoryPlanner):
-        self.trainer, self.planner = trainer, planner
-        self.part: Part | None = None  # the current part; `None` if the micro-batch is not divided
-        self.is_weighted = False  # whether the loss of this part was weighted
-        self.attempt: Attempt  # the snapshot before the current pass
+    trainer: Any
+    planner: MemoryPlanner
+    part: Part | None = None  # the current part; `None` if the micro-batch is not divided
+    is_weighted: bool = False  # whether the loss of this part was weighted
+    attempt: Attempt = field(init=False)  # the snapshot before the current pass
 
     def run(self, step: Step, parts: Sequence[Part]) -> torch.Tensor:
         """
