@@ -135,16 +135,14 @@ class OnlineTrainer(FlatTrainer):
         Flatten `(R, L)` rows, with prompts padded on the left and completions on the right, and schedule their pass,
         which trains if gradients are enabled. The rows take the next of `images`.
         """
-        make = partial(
-            FlatBatch.from_padded,
+        reach = self.flat.reach_of(input_ids.size(1))
+        batch = FlatBatch.from_padded(
             *generated_on_host(input_ids, attention_mask, labels),
             prefix_sharing=self.flat.trained.route.prefix_sharing,
             pad_to_multiple_of=self.pad_to_multiple_of,
             images=images and images.next(len(input_ids), self._rules),
+            reach=reach,
         )
-        batch = make()
-        if reach := self.flat.reach_of(batch):
-            batch = make(reach=reach)
         if trains := torch.is_grad_enabled():  # the policy's pass
             self.flat.counts.new.append(batch.counts)
         if self.flat.planner is not None:

@@ -12,7 +12,6 @@ from transformers import PreTrainedConfig
 from .. import upstream
 from ..check.prove import UnprovenModelError
 from ..data.arrange import StepSampler
-from ..flat.batch import FlatBatch
 from ..flat.counts import TokenCounts
 from ..memory.adapters import cast_inputs_once
 from ..memory.device import PeakMemory
@@ -111,9 +110,9 @@ class Runtime:
         """By `rope_type`: the row length from which rotary frequencies of a model depend on the longest row."""
         return architecture.rotary_limits(*self._text_configs())
 
-    def reach_of(self, batch: FlatBatch) -> int | None:
-        """The length of a batch's longest row, if rotary frequencies of a model depend on it; else `None`."""
-        return architecture.rotary_reach(batch.row_index.size(1), *self._text_configs())
+    def reach_of(self, width: int) -> int | None:
+        """The `width` of padded rows, if rotary frequencies of a model depend on it; else `None`."""
+        return architecture.rotary_reach(width, *self._text_configs())
 
     def _text_configs(self) -> list[PreTrainedConfig]:
         return [flat_model.model.config.get_text_config() for flat_model in self.models]
