@@ -6,11 +6,15 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 
+def zero_stage(accelerator: Accelerator) -> int:
+    """The stage of DeepSpeed's ZeRO; 0 without DeepSpeed."""
+    plugin = accelerator.state.deepspeed_plugin
+    return 0 if plugin is None else plugin.zero_stage
+
+
 def is_sharded(accelerator: Accelerator) -> bool:
     """Whether recomputing gathers weights from other processes, so that all must recompute equally many layers."""
-    plugin = accelerator.state.deepspeed_plugin
-    is_zero3 = accelerator.distributed_type == DistributedType.DEEPSPEED and plugin.zero_stage == 3
-    return is_zero3 or accelerator.distributed_type == DistributedType.FSDP
+    return zero_stage(accelerator) == 3 or accelerator.distributed_type == DistributedType.FSDP
 
 
 def adds_up_shards(accelerator: Accelerator) -> bool:

@@ -13,7 +13,7 @@ from ..flat.batch import Inputs
 from ..model.architecture import recomputable_layers
 from ..model.flat_model import FlatModel
 from .device import PeakMemory, budget_bytes
-from .engine import is_sharded
+from .engine import is_sharded, zero_stage
 from .kept_bytes import KeptBytes, count_kept_bytes
 from .needs import HeadBytes, MemoryNeeds, fixed_bytes, tensor_bytes
 from .planner import MemoryPlanner
@@ -81,8 +81,7 @@ def make_planner(
         # Defaults may hold what the class does not accept, such as AdamW's `decoupled_weight_decay`
         accepted = inspect.signature(type(inner)).parameters
         made_by = type(inner), {name: x for name, x in inner.defaults.items() if name in accepted}
-    plugin = accelerator.state.deepspeed_plugin
-    shards = accelerator.num_processes if plugin is not None and plugin.zero_stage in (1, 2) else 1
+    shards = accelerator.num_processes if zero_stage(accelerator) in (1, 2) else 1
     fixed, budget = fixed_bytes(models, made_by, held, shards), budget_bytes(option, accelerator.device)
     if (group := flat_model.group) is not None:  # all plan for the largest needs and the smallest budget of any
         kept = KeptBytes(*map(group.largest, vars(kept).values()))

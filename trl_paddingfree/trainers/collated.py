@@ -139,7 +139,7 @@ class CollatedTrainer(FlatTrainer):
             refusals.refuse_to_move(options, [*coupling, *self.weighed_by_micro_batch()])
             refusals.refuse_to_look_ahead(options, self.train_dataset, self.args)
         if options.has_budget and self._adds_up:
-            refusals.refuse_lost_gradients(self.accelerator.state.deepspeed_plugin, self.args)
+            refusals.refuse_lost_gradients(self.accelerator, self.args)
 
     @when_flat
     def _get_train_sampler(self, *args, **kwargs):

@@ -19,7 +19,7 @@ from ..check.slices import prove_slices
 from ..check.training import OthersWaitError, raise_if_weights_are_awaited
 from ..images.check import MADE_UP, ImageProbe, prove_images
 from ..images.model import sees_both_ways
-from ..memory.engine import base_of
+from ..memory.engine import base_of, zero_stage
 from ..model.flat_model import ATTRIBUTE, FlatModel
 from ..model.forward import is_pooled
 from ..model.routes import Route, choose_route, refuse_unsliceable, why_not_in_slices, why_not_to_share
@@ -100,8 +100,8 @@ class StartUpCheck:
 
     def can_call(self, model: torch.nn.Module) -> bool:
         """Whether `model` has its weights. ZeRO-3 has prepared all models but the trained one by now."""
-        base, plugin = self._base(model), self.accelerator.state.deepspeed_plugin
-        if plugin is not None and plugin.zero_stage == 3:
+        base = self._base(model)
+        if zero_stage(self.accelerator) == 3:
             return base is not self.trained
         return base.device.type == self.accelerator.device.type
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import DeepSpeedPlugin
 from datasets import Dataset, IterableDataset
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
@@ -22,6 +22,7 @@ from ..data.task import Task
 from ..data.validate import column_names, log_unread, refuse_bad_tokens, refuse_misspelt_roles
 from ..images.examples import has_images
 from ..memory.device import budget_bytes
+from ..memory.engine import zero_stage
 from ..model import architecture
 from ..model.adapters import why_padded, why_padded_by
 from .configs import Arguments, PaddingFreeOptions, given_datasets
@@ -213,7 +214,7 @@ def refuse_lost_router_loss(options: PaddingFreeOptions, config: TrainingArgumen
         )
 
 
-def refuse_lost_gradients(deepspeed_plugin: DeepSpeedPlugin | None, config: TrainingArguments) -> None:
+def refuse_lost_gradients(accelerator: Accelerator, config: TrainingArguments) -> None:
     """
     Refuse ZeRO-2 with an offloaded optimizer: without accumulation, it keeps only the last part's gradients. Also a
     static graph of DDP, which expects one backward pass.
@@ -223,9 +224,10 @@ def refuse_lost_gradients(deepspeed_plugin: DeepSpeedPlugin | None, config: Trai
             "`ddp_static_graph=True` expects one backward pass per micro-batch, and one above a budget has several: "
             "leave it, or `memory_budget` and `max_tokens_per_micro_batch`, out."
         )
-    if deepspeed_plugin is None or deepspeed_plugin.zero_stage != 2 or config.gradient_accumulation_steps > 1:
+    if zero_stage(accelerator) != 2 or config.gradient_accumulation_steps > 1:
         return
-    offload = deepspeed_plugin.deepspeed_config["zero_optimization"].get("offload_optimizer") or {}
+    zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+    offload = zero.get("offload_optimizer") or {}
     if offload.get("device", "none") != "none":
         raise ValueError(
             "ZeRO-2 with `offload_optimizer_device` and `gradient_accumulation_steps=1` keeps the gradients of the "
