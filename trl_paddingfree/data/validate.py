@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from reprlib import repr as short
+from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -114,11 +115,10 @@ def log_unread(dataset: AnyDataset, name: str, task: Task, *also: str) -> None:
         )
 
 
-def check_preferences(
-    dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, name: str, num_proc: int | None = None
-) -> AnyDataset:
+def check_preferences(dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, name: str, args: Any) -> AnyDataset:
     """
-    Refuse preference data that TRL would fail on, and log how many pairs have little to learn from.
+    Refuse preference data that TRL would fail on, and log how many pairs have little to learn from. `args` is TRL's
+    configuration: its first process checks the data, and the others read what it cached.
 
     Nothing is removed: padded TRL trains on empty prompts, empty completions and identical pairs, so we do, too.
     Returns the data. A stream is checked row by row as it is read, and nothing is counted.
@@ -130,14 +130,15 @@ def check_preferences(
         )
     if not isinstance(dataset, Dataset):
         return dataset.map(_refuse_bad_pair, with_indices=True, fn_kwargs={"name": name})
-    oddities = dataset.map(
-        _pair_oddities,
-        with_indices=True,
-        fn_kwargs={"name": name},
-        remove_columns=dataset.column_names,
-        num_proc=num_proc,
-        desc=f"Checking {name} dataset",
-    )
+    with args.main_process_first(desc=f"checking the {name} data"):
+        oddities = dataset.map(
+            _pair_oddities,
+            with_indices=True,
+            fn_kwargs={"name": name},
+            remove_columns=dataset.column_names,
+            num_proc=args.dataset_num_proc,
+            desc=f"Checking {name} dataset",
+        )
     names = oddities.column_names
     if listed := [f"{count} with {oddity}" for oddity in names if (count := sum(oddities[oddity]))]:
         logger.warning(f"The {name} data: {', '.join(listed)}, of {len(dataset)} pairs. They are kept, as in TRL.")

@@ -75,8 +75,7 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
         refuse_unread(dataset, dataset_name, "DPO", ("prompt", "chosen", "rejected"), ("chosen", "rejected"))
         refuse_missing_prompts(dataset, dataset_name)
-        with args.main_process_first(desc=f"checking the {dataset_name} data"):
-            dataset = check_preferences(dataset, self._tokenizer, dataset_name, args.dataset_num_proc)
+        dataset = check_preferences(dataset, self._tokenizer, dataset_name, args)
         prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         log_dropped(dataset_name, dataset, prepared, args.max_length)
         return prepared

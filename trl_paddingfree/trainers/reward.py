@@ -82,8 +82,7 @@ class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
         prepared_before = (("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids"))
         refuse_unread(dataset, dataset_name, "a reward model", ("chosen", "rejected"), *prepared_before)
         if {"chosen", "rejected"} <= set(column_names(dataset)):
-            with args.main_process_first(desc=f"checking the {dataset_name} data"):
-                dataset = check_preferences(dataset, processing_class, dataset_name, args.dataset_num_proc)
+            dataset = check_preferences(dataset, processing_class, dataset_name, args)
         prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         log_dropped(dataset_name, dataset, prepared, args.max_length, "is too short for")
         return prepared
