@@ -70,7 +70,7 @@ def in_tokens(plan, number):
 def hold_tokens(monkeypatch, number):
     """Have memory budgets from now on hold so many tokens, as [`in_tokens`] has one."""
     make = runtime.make_planner
-    monkeypatch.setattr(runtime, "make_planner", lambda *args, **kwargs: in_tokens(make(*args, **kwargs), number))
+    monkeypatch.setattr(runtime, "make_planner", lambda trainer: in_tokens(make(trainer), number))
 
 
 def watch_passes(monkeypatch):

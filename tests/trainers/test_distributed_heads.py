@@ -50,9 +50,9 @@ def main():
     plan, number = of_trainers.make_planner, 20 if int(os.environ["RANK"]) else 400
     memory_planner.LEAST_SLICE = 8  # rows of tiny models are short
 
-    def planned(*args, **given):
-        made = plan(*args, **given)
-        return made if given["option"] is None else in_tokens(made, number)
+    def planned(trainer):
+        made = plan(trainer)
+        return made if made.needs is None else in_tokens(made, number)
 
     of_trainers.make_planner = planned  # type: ignore[attr-defined]
     for task, data, options, ours in RUNS:

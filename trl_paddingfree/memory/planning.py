@@ -2,53 +2,45 @@
 
 import gc
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 
-from ..flat.batch import Inputs
+from .. import upstream
 from ..model.architecture import recomputable_layers
-from ..model.flat_model import FlatModel
-from .device import PeakMemory, budget_bytes
+from .device import budget_bytes
 from .engine import is_sharded, zero_stage
 from .kept_bytes import KeptBytes, count_kept_bytes
-from .needs import HeadBytes, MemoryNeeds, fixed_bytes, tensor_bytes
+from .needs import MemoryNeeds, fixed_bytes, tensor_bytes
 from .planner import MemoryPlanner
 
 
-def make_planner(
-    flat_model: FlatModel,
-    accelerator: Accelerator,
-    device_memory: PeakMemory,
-    *,
-    option: float | str | None,
-    limit: int | None,
-    is_reentrant: bool,
-    models: Sequence[torch.nn.Module],
-    wrapped: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | tuple[type, dict[str, Any]],
-    head: HeadBytes,
-    images: Sequence[Inputs],
-    arguments: Inputs,
-) -> MemoryPlanner:
+def make_planner(trainer: Any) -> MemoryPlanner:
     """
-    The planner of a run that trains `flat_model`, with `option` as `memory_budget` and a `limit` of tokens. All models
-    must have their weights. With a budget, sets the layers of the model that may recompute, and refuses a model without
-    any.
-
-    `is_reentrant` says whether layers use reentrant checkpoints. `models` are all that hold weights, the trained one
-    first; `wrapped` is that one in the wrapper of its engine. `optimizer` is the optimizer or, before there is one, its
-    class and arguments. `head` is the head that the loss uses, `images` are arguments of calls with different numbers
-    of images, and `arguments` what training passes to the model besides a batch.
+    The planner of a `trainer` within its budgets. All models must have their weights. With `memory_budget`, sets the
+    layers of the trained model that may recompute, and refuses a model without any.
     """
+    flat, args, accelerator, models = trainer.flat, trainer.args, trainer.accelerator, trainer.flat_models()
+    flat_model, option = flat.trained, flat.options.memory_budget
     planner = MemoryPlanner(
-        flat_model, accelerator, device_memory, limit=limit, option=option, is_reentrant=is_reentrant
+        flat_model,
+        accelerator,
+        flat.peak_memory,
+        limit=flat.options.max_tokens_per_micro_batch,
+        option=option,
+        is_reentrant=upstream.is_reentrant(args),
     )
     if option is None:
         return planner
+    images = []  # arguments of calls with different numbers of them
+    if (probe := flat.check.images) is not None:
+        if not probe.names:
+            raise ValueError(
+                f"`memory_budget={option}`: no example of the train data has an image in its column, so what the "
+                "vision tower keeps is not known. Remove the column, or leave `memory_budget` out."
+            )
+        images = probe.to_count(flat_model.route.prefix_sharing)
     base = flat_model.model
     devices = {p.device for model in models for p in model.parameters() if p.device.type == accelerator.device.type}
     if len(devices) > 1:
@@ -63,17 +55,17 @@ def make_planner(
             "activations. Leave `memory_budget` out and set `max_tokens_per_micro_batch`."
         )
     # Wrappers that gather weights have to be called; DDP's would wait for a backward pass
-    call = wrapped if is_sharded(accelerator) else None
+    call = trainer.model_wrapped if is_sharded(accelerator) else None
+    arguments = {"output_router_logits": True} if trainer.aux_loss_enabled else {}
     kept = count_kept_bytes(base, flat_model.route, call, accelerator.device, images, **arguments)
     if images:  # a frozen tower keeps nothing
         training = np.flatnonzero(kept.kept.sum(1)).tolist()
         layers, kept = [layers[i] for i in training], kept.of(training)
     gc.collect()  # leftovers of the start-up check
-    held = device_memory.held
-    if isinstance(optimizer, tuple):
-        made_by = optimizer
+    held = flat.peak_memory.held
+    if (inner := trainer.optimizer) is None:
+        made_by = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
     else:
-        inner: Any = optimizer
         while "optimizer" in vars(inner):  # unwraps those of accelerate and DeepSpeed
             inner = inner.optimizer
         states = [x for state in inner.state.values() for x in state.values() if torch.is_tensor(x)]
@@ -87,5 +79,6 @@ def make_planner(
         kept = KeptBytes(*map(group.largest, vars(kept).values()))
         fixed, budget = (abs(x) for x in group.largest([fixed, -budget]).tolist())
     flat_model.recomputable = layers
+    head = type(trainer).head_bytes(*(each.model for each in flat.models))
     planner.budget, planner.needs = budget, MemoryNeeds(fixed, kept, head, float(kept.factor))
     return planner

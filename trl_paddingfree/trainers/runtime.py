@@ -143,7 +143,8 @@ class Runtime:
                 "`distributed_config` shards the model as it is loaded, and budgets know of accelerate's engines only: "
                 "leave `memory_budget` and `max_tokens_per_micro_batch` out, or shard with FSDP2 of accelerate."
             )
-        planner = self._make_planner(trainer)
+        with self.check.in_precision():
+            planner = make_planner(trainer)
         self.check.prove_slices([model, *trainer.flat_models()[1:]])
         if self.resumed_from is not None:
             planner.restore(self.resumed_from, trainer.args.process_index)
@@ -151,36 +152,6 @@ class Runtime:
             trainer.refuse_small_budget(planner)
         # All at once, and last: after an error above, the next step plans again
         self.planner, self.steps, self.is_planned = planner, TrainingSteps(trainer, planner), True
-
-    def _make_planner(self, trainer: "FlatTrainer") -> MemoryPlanner:
-        options, args = self.options, trainer.args
-        with self.check.in_precision():
-            return make_planner(
-                self.trained,
-                trainer.accelerator,
-                self.peak_memory,
-                option=options.memory_budget,
-                limit=options.max_tokens_per_micro_batch,
-                is_reentrant=upstream.is_reentrant(args),
-                models=trainer.flat_models(),
-                wrapped=trainer.model_wrapped,
-                optimizer=trainer.optimizer
-                or trainer.optimizer_cls_and_kwargs
-                or trainer.get_optimizer_cls_and_kwargs(args, trainer.model),
-                head=type(trainer).head_bytes(*(flat_model.model for flat_model in self.models)),
-                images=self._images_in_memory() if options.memory_budget else (),
-                arguments={"output_router_logits": True} if trainer.aux_loss_enabled else {},
-            )
-
-    def _images_in_memory(self) -> list[dict[str, Any]]:
-        """Arguments of calls with different numbers of images, from which the planner infers the memory of one."""
-        images = self.check.images
-        if images is not None and not images.names:
-            raise ValueError(
-                f"`memory_budget={self.options.memory_budget}`: no example of the train data has an image in its "
-                "column, so what the vision tower keeps is not known. Remove the column, or leave `memory_budget` out."
-            )
-        return [] if images is None else images.to_count(self.trained.route.prefix_sharing)
 
 
 def when_flat(method: Method) -> Method:
