@@ -172,9 +172,9 @@ def test_a_limit_that_was_lowered_is_resumed_with_the_budget(folder, tmp_path, o
     data = preference_data(8, SEED)
     first = budgeted("dpo", folder, data, memory_budget=8).flat.planner
     first.limit, first.has_shrunk = 77, True
-    first.save(tmp_path, 0)
+    first.save(tmp_path)
     again = budgeted("dpo", folder, data, memory_budget=option).flat.planner
-    again.restore(tmp_path, 0)
+    again.restore(tmp_path)
     assert (again.limit, again.has_shrunk) == ((77, True) if option == 8 else (None, False))
 
 

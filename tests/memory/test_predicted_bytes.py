@@ -202,9 +202,9 @@ def test_what_comes_to_hold_memory_in_training_corrects_no_prediction_and_is_sav
         memory.current, memory.held = replace(batch, schedule=Schedule(peak=memory.needs.fixed + 100)), 1500
         memory.finish(has_stepped=True)
         assert (memory.needs.fixed, memory.needs.correction) == (1500, 1)
-    memory.save(tmp_path, 0)
+    memory.save(tmp_path)
     resumed = made(held=0)
-    resumed.restore(tmp_path, 0)
+    resumed.restore(tmp_path)
     assert (resumed.needs.fixed, resumed.needs.correction) == (1500, 1)
 
 

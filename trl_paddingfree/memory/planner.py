@@ -28,8 +28,6 @@ from .needs import MemoryNeeds
 LEAST_SLICE = 128
 # How many of the first micro-batches correct the prediction by their peaks
 CORRECTED = 8
-# The file of each process in a checkpoint: each measures its own peaks
-STATE = "memory_budget_{rank}.json"
 # Attributes of a planner that are saved, besides what corrects its needs
 _SAVED = ("limit", "budget", "has_shrunk", "observed", "most_measured")
 
@@ -63,6 +61,8 @@ class MemoryPlanner:
 
     def __post_init__(self) -> None:
         self.asked = [self.option, self.limit]  # a failed allocation may lower the limit
+        # In a checkpoint, each process has its own file: each measures its own peaks
+        self.state_file = f"memory_budget_{self.accelerator.process_index}.json"
         self.is_sharded = is_sharded(self.accelerator)
         flat_model = self.flat_model
         self.why_whole = why_not_in_slices(flat_model.model, flat_model.route, flat_model.group)
@@ -271,16 +271,16 @@ class MemoryPlanner:
             "flat/memory_budget_gib": gathered[:, 4].min().item(),
         }
 
-    def save(self, folder: str, rank: int) -> None:
-        """Save what later schedules of the process `rank` depend on."""
+    def save(self, folder: str) -> None:
+        """Save what later schedules of this process depend on."""
         state = {"asked": self.asked, **{name: vars(self)[name] for name in _SAVED}}
         if self.needs is not None:
             state |= {"correction": self.needs.correction, "fixed": self.needs.fixed}
-        (Path(folder) / STATE.format(rank=rank)).write_text(json.dumps(state) + "\n")
+        Path(folder, self.state_file).write_text(json.dumps(state) + "\n")
 
-    def restore(self, folder: str, rank: int) -> None:
+    def restore(self, folder: str) -> None:
         """Restore what was saved, unless the budgets asked for have changed, or the process is new or in a group."""
-        path = Path(folder) / STATE.format(rank=rank)
+        path = Path(folder, self.state_file)
         if self.flat_model.group is not None or not path.exists():
             return
         state = json.loads(path.read_text())

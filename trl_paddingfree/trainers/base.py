@@ -281,7 +281,7 @@ class FlatTrainer(Trainer):
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)  # makes the folder, and runs in every process
         if self.flat.planner is not None:
-            self.flat.planner.save(output_dir, self.args.process_index)
+            self.flat.planner.save(output_dir)
         # The trainer state, written next, marks a checkpoint as complete: all processes must have written their files
         self.accelerator.wait_for_everyone()
 
@@ -289,7 +289,7 @@ class FlatTrainer(Trainer):
         if checkpoint is not None:
             self.flat.resumed_from = checkpoint
             if self.flat.planner is not None:
-                self.flat.planner.restore(checkpoint, self.args.process_index)
+                self.flat.planner.restore(checkpoint)
         super()._load_rng_state(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):

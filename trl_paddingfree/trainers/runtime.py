@@ -147,7 +147,7 @@ class Runtime:
             planner = make_planner(trainer)
         self.check.prove_slices([model, *trainer.flat_models()[1:]])
         if self.resumed_from is not None:
-            planner.restore(self.resumed_from, trainer.args.process_index)
+            planner.restore(self.resumed_from)
         if not planner.has_shrunk:  # if it has, its limit is below the one that the data was checked against
             trainer.refuse_small_budget(planner)
         # All at once, and last: after an error above, the next step plans again
