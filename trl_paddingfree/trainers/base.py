@@ -58,8 +58,7 @@ class FlatTrainer(Trainer):
     train_dataset: Dataset
     model: PreTrainedModel
     ref_model: Any = None
-    _metrics: Any  # set by TRL's trainers, like the next
-    _total_train_tokens: int
+    _total_train_tokens: int  # set by TRL's trainers
     aux_loss_enabled: bool = False
     router_aux_loss_coef: float = 0.0
 

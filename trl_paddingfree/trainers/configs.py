@@ -30,8 +30,12 @@ SHARING = "Whether to compute a prefix once if several rows of a micro-batch sta
 # The values that a type allows, in words
 _ALLOWED: dict[type, str] = {bool: "`True` or `False`", int: "a whole number of at least 1", NoneType: "`None`"}
 # Minimum sizes: transformers would fail only after loading model and data. One token leaves nothing to predict
-_LEAST = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1}
-_LEAST |= {"max_length": 2}
+_LEAST = {
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "max_length": 2,
+}
 # Options of checkpoints: PyTorch's, transformers' and TRL's
 _OF_CHECKPOINTS = {
     "preserve_rng_state",
