@@ -22,6 +22,7 @@ from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..flat.slices import NO_WINDOW
 from ..model.architecture import checkpointing_layers, recomputable_layers
 from ..model.flat_model import FlatModel, keys_noted
+from ..model.forward import is_pooled
 from ..model.restored import attributes_set, buffers_restored, random_state_restored
 from ..model.routes import Route
 from ..model.sequence import scored_sizes
@@ -103,6 +104,8 @@ def count_kept_bytes(
         for inputs in [*map(_as_inputs, even), *with_images, *map(_as_inputs, odd)]:
             counter = SavedBytes(model, layers)
             inputs = send_to_device(inputs, device or model.device)
+            if is_pooled(model):
+                inputs.pop("labels")  # of tokens: the head, which scores rows, would compute a loss from them
             with counter.counting():
                 output = (model if call is None else call)(**inputs, fused_lm_head=True, use_cache=False, **arguments)
             batch = inputs["flat_batch"]
