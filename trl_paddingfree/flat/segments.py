@@ -86,7 +86,7 @@ class Segments:
         # Data loader workers send only the fields: the rest is cheap to derive again
         return {each.name: vars(self)[each.name] for each in fields(self)}
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """`T`, the tokens to compute."""
         return sum(self.lengths)
@@ -96,7 +96,7 @@ class Segments:
         """Tokens whose keys and values may be read: all of them and, in a slice, those that earlier slices keep."""
         return self.num_tokens
 
-    @property
+    @cached_property
     def is_shared(self) -> bool:
         """Whether any segment continues another one."""
         return any(self.starts)
@@ -121,12 +121,12 @@ class Segments:
         """`(N+1,)` int32: boundaries of the keys that each segment reads."""
         return np.append(0, np.cumsum(self.key_lengths)).astype(np.int32)
 
-    @property
+    @cached_property
     def max_seqlen_q(self) -> int:
         """Most queries of a segment."""
         return max(self.lengths)
 
-    @property
+    @cached_property
     def max_seqlen_k(self) -> int:
         """Most keys of a segment."""
         return max(self.key_lengths)
