@@ -43,7 +43,6 @@ from trl_paddingfree.flat.slices import NO_WINDOW, cut_by_number, kept_keys
 from trl_paddingfree.memory.kept_bytes import count_kept_bytes
 from trl_paddingfree.model import slices
 from trl_paddingfree.model.flat_model import FlatModel
-from trl_paddingfree.model.routes import why_not_in_slices
 
 PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8").splitlines()
 # By the page of models: those that go flat and read keys by our attention
@@ -113,7 +112,7 @@ def batch_of(rows=None, prefix_sharing=True):
 @pytest.mark.parametrize("name", FLAT)
 def test_every_flat_model_in_slices_equals_itself_whole_or_is_refused_by_name(name):
     flat = flat_model(tiny_model(name, seed=SEED))
-    if reason := why_not_in_slices(flat.model, flat.route, None):
+    if reason := flat.why_whole:
         assert "do not go along the tree" in reason or "which takes no keys of earlier slices" in reason
         return
     if name == "phimoe":  # it draws its experts at random in training
@@ -148,7 +147,7 @@ STATES += ["mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "za
 @pytest.mark.parametrize("name", STATES)
 def test_layers_with_a_state_cut_anywhere(name, prefix_sharing):
     flat = flat_model(tiny_model(name, seed=SEED))
-    assert why_not_in_slices(flat.model, flat.route, None) == ""
+    assert flat.why_whole == ""
     for batch in (batch_of(prefix_sharing=prefix_sharing), batch_of([tree(SEED)[0]])):
         assert_equals_whole(flat, batch)
 
@@ -176,16 +175,18 @@ def test_frequencies_follow_the_longest_row_in_every_slice(kind, limit, attentio
 
 def test_the_mask_backend_and_layers_with_a_state_of_rows_cannot():
     flat = flat_model(make_model(vocab_size=96), backend="mask")
-    assert "takes no keys of earlier slices" in why_not_in_slices(flat.model, flat.route, None)
+    assert "takes no keys of earlier slices" in flat.why_whole
     flat = flat_model(tiny_model("opt", layerdrop=0.5))
-    assert "leaves out layers at random" in why_not_in_slices(flat.model, flat.route, None)
+    assert "leaves out layers at random" in flat.why_whole
     flat = flat_model(tiny_model("lfm2"))
-    assert "`sequence_parallel_size=2`" in why_not_in_slices(flat.model, flat.route, SimpleNamespace(size=2))
+    flat.group = SimpleNamespace(size=2)
+    assert "`sequence_parallel_size=2`" in flat.why_whole
+    flat.group = None
     flat = FlatModel.install(flat.model, replace(flat.route, states="rows"))
-    assert "do not go along the tree" in why_not_in_slices(flat.model, flat.route, None)
+    assert "do not go along the tree" in flat.why_whole
     flat = flat_model(tiny_model("inkling_text"))  # of its convolutions, those within attention see rows
     assert (flat.route.states, flat.repeats) == ("tree", True)
-    assert "do not go along the tree" in why_not_in_slices(flat.model, flat.route, None)
+    assert "do not go along the tree" in flat.why_whole
 
 
 # --- What is around slices -------------------------------------------------------------------------------------------

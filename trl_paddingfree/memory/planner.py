@@ -17,7 +17,6 @@ from ..flat.counts import of_all_processes
 from ..flat.schedule import Schedule
 from ..flat.slices import cut_by_number, cut_by_size, kept_keys, sizes_to_try
 from ..model.flat_model import FlatModel
-from ..model.routes import why_not_in_slices
 from ..model.sequence import scored_sizes
 from .device import GIB, PeakMemory
 from .engine import is_sharded
@@ -64,8 +63,7 @@ class MemoryPlanner:
         # In a checkpoint, each process has its own file: each measures its own peaks
         self.state_file = f"memory_budget_{self.accelerator.process_index}.json"
         self.is_sharded = is_sharded(self.accelerator)
-        flat_model = self.flat_model
-        self.why_whole = why_not_in_slices(flat_model.model, flat_model.route, flat_model.group)
+        self.why_whole = self.flat_model.why_whole
 
     # --- schedules --------------------------------------------------------------------------------------------------
 

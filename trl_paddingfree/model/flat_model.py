@@ -19,13 +19,13 @@ from ..flat.schedule import Schedule
 from ..flat.slices import NO_WINDOW
 from ..flat.transfer import on_device
 from ..versions import refuse_moved_head
-from .architecture import by_name, recompute_first
+from .architecture import by_name, recompute_first, rotary_limits
 from .attention import register_attention
 from .edits import EditsFound
 from .forward import flat_backbone, flat_forward, flat_inputs, is_pooled
 from .masks import ATTENTION_BACKENDS, PassContext
 from .restored import attributes_set, mark_of
-from .routes import Route, why_not_in_slices
+from .routes import Route
 from .sequence import SequenceGroup
 from .state_layers import carries_state, install_state_layers, repeats_prefixes
 
@@ -103,6 +103,22 @@ class FlatModel:
         if not flat._is_called:
             flat._bind()
         return flat
+
+    @property
+    def why_whole(self) -> str:
+        """Why the model cannot compute a flat batch in slices, one after another; empty if it can."""
+        if self.route.backend not in ATTENTION_BACKENDS:
+            return f"its attention is computed by {self.route}, which takes no keys of earlier slices"
+        config, why = self.model.config.get_text_config(), "it has layers that hand a state on from token to token, and"
+        if vars(config).get("layerdrop"):
+            return "it leaves out layers at random (`layerdrop`), and other ones in each slice: set it to 0"
+        if not self.carries_state:
+            return ""
+        if self.repeats:
+            return f"{why} do not go along the tree"
+        if rotary_limits(config):
+            return f"{why} frequencies that follow the longest row"
+        return "" if self.group is None else f"{why} `sequence_parallel_size={self.group.size}`"
 
     # --- the forward ------------------------------------------------------------------------------------------------
 
@@ -186,7 +202,7 @@ class FlatModel:
         if torch.is_grad_enabled():
             self.has_trained = True
             self.set_recompute(batch.schedule)
-        if batch.schedule.cuts and why_not_in_slices(self.model, self.route, self.group):  # made for another model
+        if batch.schedule.cuts and self.why_whole:  # made for another model
             return replace(batch, schedule=Schedule())
         return batch
 

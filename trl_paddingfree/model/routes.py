@@ -10,8 +10,7 @@ from transformers.utils import logging
 from .. import upstream
 from . import architecture, attention
 from .masks import ATTENTION_BACKENDS, BACKENDS, BackendName
-from .sequence import SequenceGroup
-from .state_layers import can_go_along_tree, carries_state, repeats_prefixes, state_heads, state_layers
+from .state_layers import can_go_along_tree, state_heads, state_layers
 
 logger = logging.get_logger(__name__)
 
@@ -151,23 +150,6 @@ def refuse_unsliceable(model: PreTrainedModel, route: Route, size: int) -> None:
         raise ValueError(
             f"`sequence_parallel_size={size}` cannot serve {type(model).__name__}: {reason}. Set it to less, or to 1."
         )
-
-
-def why_not_in_slices(model: PreTrainedModel, route: Route, group: SequenceGroup | None) -> str:
-    """Why a model cannot compute a flat batch in slices, one after another; empty if it can."""
-    if route.backend not in ATTENTION_BACKENDS:
-        return f"its attention is computed by {route}, which takes no keys of earlier slices"
-    if vars(model.config.get_text_config()).get("layerdrop"):
-        return "it leaves out layers at random (`layerdrop`), and other ones in each slice: set it to 0"
-    if not carries_state(model):
-        return ""
-    if route.states != "tree" or repeats_prefixes(model):
-        return "it has layers that hand a state on from token to token, and do not go along the tree"
-    if architecture.rotary_limits(model.config.get_text_config()):
-        return "it has layers that hand a state on from token to token, and frequencies that follow the longest row"
-    if group is not None:
-        return f"it has layers that hand a state on from token to token, and `sequence_parallel_size={group.size}`"
-    return ""
 
 
 def routes_to_try(model: PreTrainedModel, route: Route, *, fallback: bool = True) -> list[Route]:

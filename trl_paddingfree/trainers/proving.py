@@ -22,7 +22,7 @@ from ..images.model import sees_both_ways
 from ..memory.engine import base_of, zero_stage
 from ..model.flat_model import ATTRIBUTE, FlatModel
 from ..model.forward import is_pooled
-from ..model.routes import Route, choose_route, refuse_unsliceable, why_not_in_slices, why_not_to_share
+from ..model.routes import Route, choose_route, refuse_unsliceable, why_not_to_share
 from ..model.sequence import SequenceGroup
 from ..model.state_layers import describe_state_layers
 from .configs import PaddingFreeOptions
@@ -142,7 +142,7 @@ class StartUpCheck:
         for model in models:
             base = self._base(model)
             flat = FlatModel.of(base)
-            if flat is None or (not is_compiled and why_not_in_slices(base, flat.route, flat.group)):
+            if flat is None or (not is_compiled and flat.why_whole):
                 continue
             trains = base is self.trained
             skipped = self._why_no_gradients(model) if trains else "it does not train"
