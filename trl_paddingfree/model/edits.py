@@ -31,9 +31,10 @@ class EditedRowsError(ValueError):
     """The rows no longer match the flat batch that was made from them."""
 
 
-def refuse_unanswerable(model: PreTrainedModel, inputs: Inputs, *, fused_lm_head: bool) -> None:
+def refuse_unanswerable(model: PreTrainedModel, inputs: Inputs) -> None:
     """Reject arguments of a forward, and outputs that they or the configuration ask for, that have no flat answer."""
-    names = [*_OF_ROWS, *["shift_labels"] * fused_lm_head]  # other heads read labels in rows
+    is_fused = inputs.get("fused_lm_head", False)
+    names = [*_OF_ROWS, *["shift_labels"] * is_fused]  # other heads read labels in rows
     if not takes_images(model):  # whose types of tokens say only where images are
         names += inspect.signature(model.base_model.forward).parameters.keys() & TYPE_ROWS
     for name in names:
@@ -44,7 +45,7 @@ def refuse_unanswerable(model: PreTrainedModel, inputs: Inputs, *, fused_lm_head
                 f"{_WITHOUT}."
             )
     for argument, output in _OUTPUTS.items():  # TRL's fused head returns none of these, even with padding
-        if inputs.get(argument) if fused_lm_head else wants(model.config, inputs, argument):
+        if inputs.get(argument) if is_fused else wants(model.config, inputs, argument):
             raise ValueError(f"`{argument}=True`: a flat batch has no `{output}` of rows: {_WITHOUT}.")
     if not wants(model.config, inputs, "return_dict"):
         raise ValueError("`return_dict=False`: a flat batch is answered by name. Leave it out, and call `.to_tuple()`.")

@@ -21,7 +21,7 @@ from ..flat.transfer import on_device
 from ..versions import refuse_moved_head
 from .architecture import by_name, recompute_first, rotary_limits
 from .attention import register_attention
-from .edits import EditsFound
+from .edits import EditsFound, refuse_unanswerable
 from .forward import flat_backbone, flat_forward, flat_inputs, is_pooled
 from .masks import ATTENTION_BACKENDS, PassContext
 from .restored import attributes_set, mark_of
@@ -162,7 +162,8 @@ class FlatModel:
             return self.padded.of_model(self.forwards[-1], args, kwargs)
         else:
             return self.forwards[-1](*args, **kwargs)
-        return flat_forward(self, batch, **kwargs)
+        refuse_unanswerable(self.model, kwargs)
+        return flat_forward(self, self.begin_pass(batch), **kwargs)
 
     def hidden_states(self, batch: FlatBatch, scored: torch.Tensor, **images: torch.Tensor) -> torch.Tensor:
         """

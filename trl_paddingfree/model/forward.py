@@ -21,7 +21,6 @@ from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from . import architecture
-from .edits import refuse_unanswerable
 from .masks import PassContext, backbone_mask, boundaries
 from .restored import attributes_set
 from .slices import NOISE, in_slices
@@ -73,8 +72,6 @@ def flat_forward(
     head, the model's own output with logits of shape `(R, labels)`; otherwise with logits of shape
     `(R, L, vocabulary)`, 0 beyond the end of each row, and with the loss if there are `labels`.
     """
-    model = flat_model.model
-    refuse_unanswerable(model, kwargs, fused_lm_head=fused_lm_head)
     other_arguments: Inputs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
     if batch.images is not None:
         other_arguments = batch.images.arguments(other_arguments)
@@ -107,7 +104,6 @@ def scored_in_rows(
     the loss that padded rows would give.
     """
     group, model = flat_model.group, flat_model.model
-    batch = flat_model.begin_pass(batch)
     own = batch if group is None else group.own_slice(batch, model.config.get_text_config())
     own_draws = nullcontext() if group is None or not model.training else group.drawing_apart(model)
     size = batch.schedule.head_chunk or own.shift_labels.size(1)
@@ -158,7 +154,7 @@ def flat_inputs(flat_model: "FlatModel", batch: FlatBatch) -> dict[str, torch.Te
 
 def _model_output(flat_model: "FlatModel", batch: FlatBatch, arguments: Inputs) -> ModelOutput:
     """The model's own output: logits in rows and, if there are labels, its own loss, from hidden states in rows."""
-    batch, for_head = flat_model.begin_pass(batch), batch.tokens_to_rows if "labels" in arguments else None
+    for_head = batch.tokens_to_rows if "labels" in arguments else None
     with flat_backbone(flat_model, batch, for_head, calls_decoder=True):
         outputs = flat_model.forwards[-1](**arguments, **flat_inputs(flat_model, batch))
     if for_head is None:
@@ -184,7 +180,6 @@ def _pooled(flat_model: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, 
     def read(hidden: torch.Tensor) -> torch.Tensor:
         return hidden.squeeze(0)[positions.to(hidden.device)]
 
-    batch = flat_model.begin_pass(batch)
     with flat_backbone(flat_model, batch, read, swapped=flat_inputs(flat_model, batch)):
         return flat_model.forwards[-1](**arguments, input_ids=input_ids.gather(1, last))
 

@@ -21,6 +21,7 @@ from ..flat.batch import FlatBatch, Inputs
 from .adapters import why_padded
 from .architecture import CACHES, TYPE_ROWS, by_name, takes_images, wants
 from .attention import StandIn
+from .edits import refuse_unanswerable
 from .flat_model import FlatModel
 from .forward import flat_forward, flat_inputs, layout_arguments
 from .masks import ATTENTION_BACKENDS
@@ -98,8 +99,10 @@ class PaddedCalls(PaddedRows):
         with self.lock:
             batch, places = self._flattened(inputs)
             if batch is not None and self._asks_for_logits(inputs):
+                arguments = _without_rows(inputs)
                 with self.aside(), self._computing(batch):
-                    outputs = flat_forward(self.flat, batch, **_without_rows(inputs))
+                    refuse_unanswerable(self.flat.model, arguments)
+                    outputs = flat_forward(self.flat, self.flat.begin_pass(batch), **arguments)
             else:
                 with self.aside() if batch is None else attributes_set([(self, "of_head", (inputs, batch))]):
                     outputs = forward(*args, **kwargs)
