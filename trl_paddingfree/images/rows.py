@@ -8,7 +8,6 @@ tower. Shape legend: see `segments`; in addition
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..flat.layout import FlatLayout
 from ..flat.transfer import HasTensors, on_device
-from ..model.restored import attributes_set
+from ..model.restored import Change
 
 # As models return them: one tensor for all images, or one for each
 Features = torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...]
@@ -148,8 +147,8 @@ class FlatImages(HasTensors):
                 arguments.pop(name, None)
         return arguments
 
-    def features_in_order(self, model: Any) -> AbstractContextManager[None]:
-        """Within this context, a model's image features come in the order of the flat row's placeholders."""
+    def features_in_order(self, model: Any) -> Change:
+        """The change by which a model's image features come in the order of the flat row's placeholders."""
         backbone = model.base_model
         features_of = backbone.get_image_features
 
@@ -160,7 +159,7 @@ class FlatImages(HasTensors):
                 outputs.deepstack_features = [self._ordered(level) for level in outputs.deepstack_features]
             return outputs
 
-        return attributes_set([(backbone, "get_image_features", get_image_features)])
+        return backbone, "get_image_features", get_image_features
 
     def _ordered(self, features: Features) -> Features:
         """Features in the order of the placeholders, as a tensor, tuple or list, as the model returns them."""

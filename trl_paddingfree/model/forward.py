@@ -22,7 +22,7 @@ from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from . import architecture
 from .masks import PassContext, backbone_mask, boundaries
-from .restored import attributes_set
+from .restored import Change, attributes_set
 from .slices import NOISE, in_slices
 from .state_layers import state_arguments
 
@@ -203,15 +203,18 @@ def layout_arguments(flat_model: "FlatModel", batch: FlatBatch) -> Iterator[Inpu
         return args, {**kwargs, **boundaries(layout)}
 
     with ExitStack() as hooks:
+        changes: list[Change] = []
         if batch.images is not None:
-            hooks.enter_context(batch.images.features_in_order(model))
+            changes.append(batch.images.features_in_order(model))
         embeddings = model.get_input_embeddings()
         # NEFTune divides its noise by the square root of the row length: use that of the padded rows, not the flat one
         if (alpha := vars(embeddings).get(NOISE)) is not None:
             row_alpha = alpha * math.sqrt(batch.input_ids.size(1) / (batch.packed or batch.row_index.size(1)))
-            hooks.enter_context(attributes_set([(embeddings, NOISE, row_alpha)]))
+            changes.append((embeddings, NOISE, row_alpha))
         if batch.schedule.cuts:
-            hooks.enter_context(in_slices(model, batch, flat_model.group))
+            changes.append(in_slices(model, batch, flat_model.group))
+        if changes:
+            hooks.enter_context(attributes_set(changes))
         if backend == "positions":  # by transformers' own arguments, in place of a mask
             if architecture.takes_images(model):  # past the vision tower, which would take them as its own
                 hooks.enter_context(model.get_decoder().register_forward_pre_hook(give_boundaries, with_kwargs=True))

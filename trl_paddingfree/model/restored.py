@@ -7,9 +7,12 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.distributed.tensor import DTensor
 
+# An object, the name of an attribute, and its value for a time
+Change = tuple[object, str, object]
+
 
 @contextmanager
-def attributes_set(values: Iterable[tuple[object, str, object]]) -> Iterator[None]:
+def attributes_set(values: Iterable[Change]) -> Iterator[None]:
     """Sets attributes of objects within the context; restores them afterwards, or deletes those that were not there."""
     with ExitStack() as restored:
         for holder, name, value in values:

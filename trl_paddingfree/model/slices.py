@@ -7,7 +7,6 @@ in the right order. Heads, losses and images see a single pass, and know nothing
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial, update_wrapper
 from itertools import accumulate
@@ -26,7 +25,7 @@ from ..flat.segments import something_to_compute
 from ..flat.slices import NO_WINDOW, Slice, What, handed_on, slices_of
 from .architecture import by_name, checkpointing_layers, decoder_of, rotary_reach
 from .masks import FlatMask, PassContext, Scan, Weights
-from .restored import attributes_set
+from .restored import Change, attributes_set
 from .sequence import SequenceGroup, spans_of
 
 Tensors = tuple[torch.Tensor, ...]
@@ -116,24 +115,26 @@ class Carry:
         )
 
 
-def in_slices(model: PreTrainedModel, batch: FlatBatch, group: SequenceGroup | None) -> AbstractContextManager[None]:
+def in_slices(model: PreTrainedModel, batch: FlatBatch, group: SequenceGroup | None) -> Change:
     """
-    Within this context, the decoder of a model computes a flat batch in the slices of its schedule. With a `group`, its
+    The change by which the decoder of a model computes a flat batch in the slices of its schedule. With a `group`, its
     processes compute each slice together, and `batch` has only this process's tokens.
     """
     decoder = decoder_of(model)
-    forward = partial(_decoder_in_slices, model, batch, group, decoder.forward)
+    forward = partial(_decoder_in_slices, model, decoder, batch, group, decoder.forward)
     update_wrapper(forward, decoder.forward)  # with its signature
-    return attributes_set([(decoder, "forward", forward)])
+    return decoder, "forward", forward
 
 
 def _decoder_in_slices(
-    model: PreTrainedModel, batch: FlatBatch, group: SequenceGroup | None, forward: Callable, *args: Any, **kwargs: Any
-) -> BaseModelOutput:
+    model: PreTrainedModel, decoder: torch.nn.Module, batch: FlatBatch, group: SequenceGroup | None,
+    forward: Callable, *args: Any, **kwargs: Any,
+) -> BaseModelOutput:  # fmt: skip
     """Run a decoder's own `forward` on each slice, and join the outputs. The arguments are those of the whole batch."""
     cuts, kept_slices = batch.schedule.cuts, batch.schedule.kept_slices
     # With a group, rows so long that RoPE frequencies depend on them were rejected
     reach = None if group else rotary_reach(batch.row_index.size(1), model.config.get_text_config())
+    layers = checkpointing_layers(decoder)
     embeddings = model.get_input_embeddings()
     # With the same arguments as in [`Carry.within`], so that layers without a window get these from the cache
     slices, noise = slices_of(batch.layout, cuts, reach is not None, NO_WINDOW), vars(embeddings).get(NOISE)
@@ -145,9 +146,8 @@ def _decoder_in_slices(
     if group is not None:
         sizes = [len(span) for span in spans_of(cuts[-1], group.rank, group.size, cuts)]
         spans = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
-    layers = checkpointing_layers(decoder_of(model))
     # `checkpoint` saves the random states of its arguments' devices, and the first slice gets no other tensors
-    on_devices = tuple(torch.empty(0, device=device) for device in {p.device for p in decoder_of(model).parameters()})
+    on_devices = tuple(torch.empty(0, device=device) for device in {p.device for p in decoder.parameters()})
     kept: list[Tensors] = []
     rotary: list = []  # frequencies of this pass, which others may change
     outputs = []
