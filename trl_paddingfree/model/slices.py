@@ -44,9 +44,9 @@ class Carry:
     cuts: tuple[int, ...]
     number: int
     earlier: Sequence[Tensors]  # what each earlier slice kept; for attention, keys and values `(1, heads, K, D)`
-    with_reach: bool = False  # see [`slices_of`]
+    with_reach: bool  # see [`slices_of`]
+    slices: dict[tuple[int, int], tuple[Slice, ...]]  # of the pass, by layout and window
     kept: list[torch.Tensor] = field(default_factory=list)
-    slices: dict[tuple[int, int | None], Slice] = field(default_factory=dict)  # this one, by layout and window
     places: dict[torch.nn.Module, list[int]] = field(default_factory=dict)  # where `kept` has a layer's keys, by call
     is_complete: bool = False  # whether the decoder is done: layers that recompute call attention again
 
@@ -71,12 +71,12 @@ class Carry:
         return FlatMask.carrying(replace(mask.context, carry=self), per_token=mask.ndim == 2)
 
     def within(self, context: PassContext, window: int | None) -> PassContext:
+        if window is None or window >= context.layout.segments.max_seqlen_k:
+            window = NO_WINDOW
         key = id(context.layout), window
         if key not in self.slices:
-            if window is None or window >= context.layout.segments.max_seqlen_k:
-                window = NO_WINDOW
-            self.slices[key] = slices_of(context.layout, self.cuts, self.with_reach, window)[self.number]
-        own_slice = self.slices[key]
+            self.slices[key] = slices_of(context.layout, self.cuts, self.with_reach, window)
+        own_slice = self.slices[key][self.number]
         return replace(context, layout=own_slice.layout, own_slice=own_slice)
 
     def span(self, num_tokens: int) -> range:
@@ -136,8 +136,8 @@ def _decoder_in_slices(
     reach = None if group else rotary_reach(batch.row_index.size(1), model.config.get_text_config())
     layers = checkpointing_layers(decoder)
     embeddings = model.get_input_embeddings()
-    # With the same arguments as in [`Carry.within`], so that layers without a window get these from the cache
-    slices, noise = slices_of(batch.layout, cuts, reach is not None, NO_WINDOW), vars(embeddings).get(NOISE)
+    slices, noise = slices_of(batch.layout, cuts, reach is not None), vars(embeddings).get(NOISE)
+    of_windows = {(id(batch.layout), NO_WINDOW): slices}  # layers find these, or add those for their layout and window
     if args:
         kwargs = by_name(forward, args, kwargs)
     masks, visual = kwargs.pop("attention_mask"), _visual_places(kwargs, cuts)
@@ -153,7 +153,7 @@ def _decoder_in_slices(
     outputs = []
 
     def compute(number: int, on_devices: Tensors, *earlier: Tensors) -> tuple[BaseModelOutput, Tensors]:
-        carry = Carry(cuts, number, earlier, reach is not None)
+        carry = Carry(cuts, number, earlier, reach is not None, of_windows)
         span, total = spans[number], batch.input_ids.size(1)  # tokens of this process
         own = {name: recursively_apply(_of_slice, value, name, span, total, reach) for name, value in kwargs.items()}
         if visual is not None:
