@@ -34,9 +34,9 @@ class EditedRowsError(ValueError):
 def refuse_unanswerable(model: PreTrainedModel, inputs: Inputs) -> None:
     """Reject arguments of a forward, and outputs that they or the configuration ask for, that have no flat answer."""
     is_fused = inputs.get("fused_lm_head", False)
-    names = [*_OF_ROWS, *["shift_labels"] * is_fused]  # other heads read labels in rows
-    if not takes_images(model):  # whose types of tokens say only where images are
-        names += inspect.signature(model.base_model.forward).parameters.keys() & TYPE_ROWS
+    names, types = [*_OF_ROWS, *["shift_labels"] * is_fused], inputs.keys() & TYPE_ROWS  # other heads shift by row
+    if types and not takes_images(model):  # whose types of tokens say only where images are
+        names += inspect.signature(model.base_model.forward).parameters.keys() & types
     for name in names:
         value = inputs.get(name)  # `use_cache=False` and `logits_to_keep=0` ask for nothing
         if value if isinstance(value, int) else value is not None:
@@ -47,7 +47,7 @@ def refuse_unanswerable(model: PreTrainedModel, inputs: Inputs) -> None:
     for argument, output in _OUTPUTS.items():  # TRL's fused head returns none of these, even with padding
         if inputs.get(argument) if is_fused else wants(model.config, inputs, argument):
             raise ValueError(f"`{argument}=True`: a flat batch has no `{output}` of rows: {_WITHOUT}.")
-    if not wants(model.config, inputs, "return_dict"):
+    if inputs.get("return_dict") is False:
         raise ValueError("`return_dict=False`: a flat batch is answered by name. Leave it out, and call `.to_tuple()`.")
 
 

@@ -17,7 +17,6 @@ from ..memory.adapters import cast_inputs_once
 from ..memory.device import PeakMemory
 from ..memory.engine import is_sharded
 from ..memory.planner import MemoryPlanner
-from ..memory.planning import make_planner
 from ..model import architecture
 from ..model.compiled import CompilerOptions, compile_layers, taken_from
 from ..model.flat_model import FlatModel
@@ -25,6 +24,7 @@ from ..model.routes import Route
 from ..model.sequence import SequenceGroup
 from .configs import PaddingFreeOptions
 from .groups import form_group
+from .planning import make_planner
 from .proving import StartUpCheck
 from .refusals import refuse_adapters, warn_of_dropout
 from .steps import TrainingSteps

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from .. import upstream
+from ..memory.device import budget_bytes
+from ..memory.engine import is_sharded, zero_stage
+from ..memory.kept_bytes import KeptBytes, count_kept_bytes
+from ..memory.needs import MemoryNeeds, fixed_bytes, tensor_bytes
+from ..memory.planner import MemoryPlanner
 from ..model.architecture import recomputable_layers
-from .device import budget_bytes
-from .engine import is_sharded, zero_stage
-from .kept_bytes import KeptBytes, count_kept_bytes
-from .needs import MemoryNeeds, fixed_bytes, tensor_bytes
-from .planner import MemoryPlanner
 
 
 def make_planner(trainer: Any) -> MemoryPlanner:
