@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
 
 from trl_paddingfree.cli.quickstart import side_by_side
 from trl_paddingfree.cli.quickstart.side_by_side import classes_of
@@ -123,7 +123,11 @@ def run_method(
             found.update(computed_tokens=counts.computed, padded_slots=counts.padded)
         return losses[0]
 
-    trainer.training_step = measured
+    class Measuring(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            trainer.training_step = measured  # not before: beside a step of one's own, nothing is arranged
+
+    trainer.add_callback(Measuring)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return {**found, "flops": sum(counted), "losses": losses}, steps
