@@ -96,7 +96,7 @@ class Runner:
         self.method, self.trainer, self.settings = method, trainer, settings
         self.unpadded_attention = unpadded_attention
         self.clock = Clock(settings.device)
-        # The loader's: under a budget, it also keeps rows on the host, of which parts are made
+        # Asked for before `backward` is replaced, beside which nothing would run in parts
         self.collate = trainer.get_train_dataloader().collate_fn
         backward = trainer.accelerator.backward
 

@@ -69,10 +69,10 @@ def test_processes_of_a_group_compare_their_batches_on_the_host():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         group, batch = SequenceGroup(dist.group.WORLD, torch.device("meta")), FlatBatch.from_rows(ROWS, ROWS)
-        assert group.own_slice(batch.to("meta"), tiny_model("llama").config).input_ids.shape == batch.input_ids.shape
+        assert group.own_share(batch.to("meta"), tiny_model("llama").config).input_ids.shape == batch.input_ids.shape
         group.largest = lambda values: [1, 0]  # another process has another batch
         with pytest.raises(ValueError, match="have been given different batches"):
-            group.own_slice(FlatBatch.from_rows(ROWS, ROWS), tiny_model("llama").config)
+            group.own_share(FlatBatch.from_rows(ROWS, ROWS), tiny_model("llama").config)
     finally:
         dist.destroy_process_group()
 

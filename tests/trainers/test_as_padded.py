@@ -233,6 +233,7 @@ CASES = {
             **MOVED,
         },
         "parts": {"ours": {"max_tokens_per_micro_batch": 100}, "per_device_train_batch_size": 8},
+        "qlora": {**QLORA, "steps": 1},
         "qlora in float32": QLORA_IN_FLOAT32,
         "embeddings": EMBEDDINGS,
         "tokens": {"make": adapted(target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [1, 2]})},

@@ -88,7 +88,7 @@ class RowsInTraining:
         every_layer: bool | None = None,
         scores_all: bool = False,
     ):
-        self.model, self.call, self.trains = model, call or model, trains
+        self.model, self.call, self.trains = model, model if call is None else call, trains
         self.every_layer, self.unit = every_layer, probe.rounding_unit(model)
         longest_limit, longest_flat = _LONGEST["cpu" if model.device.type == "cpu" else "accelerator"]
         config, positions = vars(model.config.get_text_config()), architecture.position_limits(model)

@@ -167,7 +167,7 @@ class RowsAlone:
     """
 
     def __init__(self, model: PreTrainedModel, call: Call | None = None, draw: int = 0, trying: Trying | None = None):
-        self.model, self.call = model, call or model
+        self.model, self.call = model, model if call is None else call
         self.trying = trying or partial(as_tried, model)
         self.vocab_size = model.config.get_text_config().vocab_size
         self.rows: Rows = check_rows(self.vocab_size, draw)

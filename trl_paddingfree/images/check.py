@@ -99,7 +99,7 @@ class ImagesAlone(RowsAlone):
     difference = staticmethod(largest_difference)
 
     def __init__(self, model: PreTrainedModel, examples: ImageProbe, call: Call | None = None):
-        self.model, self.call, self.examples = model, call or model, examples
+        self.model, self.call, self.examples = model, model if call is None else call, examples
         self.rows, self.trying = examples.names, partial(_tried, model)
         with self.trying():
             self.alone = [self.answers([name])[0] for name in self.rows]

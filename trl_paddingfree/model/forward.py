@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 # Fields of TRL's head with one value per scored token
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-# What belongs to padded rows, which the flat batch replaces; TRL passes the margins of pairs to the backbone
-_ROW_ARGUMENTS = ("attention_mask", "position_ids", "margin", "rows", *architecture.TYPE_ROWS)
+# Arguments for padded rows, which the flat batch replaces; TRL passes the margins of pairs to the backbone
+_ROW_ARGUMENTS = ("attention_mask", "position_ids", "margin", *architecture.TYPE_ROWS)
 # Packages that a model's own forward runs through, besides the one that defines its class
 _LIBRARIES = (
     __name__.partition(".")[0],
@@ -99,12 +99,12 @@ def scored_in_rows(
     flat_model: "FlatModel", batch: FlatBatch, labels: torch.Tensor, other_arguments: Inputs
 ) -> "FusedCausalLMOutput":
     """
-    The output of TRL's fused head, in rows, given the `other_arguments` of the call: its
+    The output of TRL's fused head, in rows, for a batch from `begin_pass` and the `other_arguments` of the call: its
     [`~trl.trainer.utils.FusedCausalLMOutput`] with fields of shape `(R, L-1)`, 0 except where `labels` are scored, and
     the loss that padded rows would give.
     """
     group, model = flat_model.group, flat_model.model
-    own = batch if group is None else group.own_slice(batch, model.config.get_text_config())
+    own = batch if group is None else group.own_share(batch, model.config.get_text_config())
     own_draws = nullcontext() if group is None or not model.training else group.drawing_apart(model)
     size = batch.schedule.head_chunk or own.shift_labels.size(1)
     chunks: list[torch.Tensor] = []

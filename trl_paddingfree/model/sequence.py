@@ -114,7 +114,7 @@ class SequenceGroup:
             ranks = dist.get_process_group_ranks(group)
             self.hosts = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)  # type: ignore[assignment]
 
-    def own_slice(self, batch: FlatBatch, config: PreTrainedConfig) -> FlatBatch:
+    def own_share(self, batch: FlatBatch, config: PreTrainedConfig) -> FlatBatch:
         """
         What this process computes of a batch, see [`slice_of`]. Rejects rows so long that RoPE frequencies would depend
         on its slice, and batches that differ between processes.

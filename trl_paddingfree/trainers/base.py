@@ -1,4 +1,4 @@
-"""Base of the padding-free trainers: start-up check, training steps, logged figures and checkpoints."""
+"""Base of the padding-free trainers. `docs/how_it_works.md` follows a training step, function by function."""
 
 import inspect
 from collections.abc import Callable
@@ -177,8 +177,6 @@ class FlatTrainer(Trainer):
     @when_flat
     def prediction_step(self, model, inputs, *args, **kwargs):
         weigh_last_batch(self, inputs)
-        if "rows" in inputs:  # evaluation keeps no activations, and needs no parts
-            inputs.pop("rows")
         outputs = super().prediction_step(model, inputs, *args, **kwargs)
         self.refuse_edits()
         return outputs

@@ -1,5 +1,6 @@
 """Base of the trainers with a collator: arranges their examples, and divides micro-batches under a budget."""
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -67,7 +68,7 @@ class CollatedTrainer(FlatTrainer):
         # TRL may call this in its `__init__`, after it has added the fused heads: models must be flat by then
         self.start_flat()
         self.flat.plan_if_placed(self)
-        with attributes_set([(self, "data_collator", self.data_collator.changed(keeps_rows=False))]):
+        with self._without_parts():
             return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
 
     # --- images -----------------------------------------------------------------------------------------------------
@@ -173,6 +174,20 @@ class CollatedTrainer(FlatTrainer):
             loader.set_sampler(self.flat.sampler)
         return loader
 
+    def _without_parts(self) -> AbstractContextManager[None]:
+        """Within this context, data loaders are made whose batches keep no rows: passes without gradients need none."""
+        return attributes_set([(self, "data_collator", self.data_collator.changed(keeps_rows=False))])
+
+    @when_flat
+    def get_eval_dataloader(self, *args, **kwargs):
+        with self._without_parts():
+            return super().get_eval_dataloader(*args, **kwargs)
+
+    @when_flat
+    def get_test_dataloader(self, *args, **kwargs):
+        with self._without_parts():
+            return super().get_test_dataloader(*args, **kwargs)
+
     # --- a micro-batch, whole or in parts ---------------------------------------------------------------------------
 
     def part_sizes(self, inputs: Inputs) -> dict[str, int]:
@@ -207,7 +222,7 @@ class CollatedTrainer(FlatTrainer):
         # The example that needs most overall is assumed to be among the largest by one of these
         measures = (tokens, row_lengths(lengths).max(1), lengths[:, -2:].sum(1))
         candidates = {int(i) for measure in measures for i in np.argsort(measure, kind="stable")[-_CANDIDATES:]}
-        collator = self.data_collator
+        collator = self.data_collator.changed(keeps_rows=True)
         batches = [
             (batch, f"example {i} of the training data")
             for i in candidates

@@ -65,7 +65,8 @@ def own_steps(trainer: Any, owners: Sequence[type], moves: bool) -> list[str]:
     if (is_ours or "part_sizes" not in vars(owners[0])) and not trainer.is_deepspeed_enabled:
         holders = *trainer.model.parameters(), *trainer.model.modules()
         hooks = [hook for holder in holders for hook in upstream.gradient_hooks(holder)]
-        found += ["hooks on gradients"] * any(not str(hook.__module__).startswith("peft.") for hook in hooks)
+        modules = [getattr(getattr(hook, "func", hook), "__module__", None) for hook in hooks]  # also of partial calls
+        found += ["hooks on gradients"] * any(not str(module).startswith("peft.") for module in modules)
     return found
 
 
@@ -159,7 +160,7 @@ class PartMetrics:
         self.metrics["num_tokens"] = [trainer._total_train_tokens]
 
 
-@dataclass
+@dataclass(eq=False)
 class TrainingSteps:
     """The training steps of a trainer under a [`~trl_paddingfree.memory.planner.MemoryPlanner`]."""
 
@@ -167,7 +168,7 @@ class TrainingSteps:
     planner: MemoryPlanner
     part: Part | None = None  # the current part; `None` if the micro-batch is not divided
     is_weighted: bool = False  # whether the loss of this part was weighted
-    attempt: Attempt = field(init=False)  # the snapshot before the current pass
+    attempt: Attempt = field(init=False, repr=False)  # the snapshot before the current pass
 
     def run(self, step: Step, parts: Sequence[Part]) -> torch.Tensor:
         """

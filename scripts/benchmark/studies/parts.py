@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from transformers import TrainerCallback
 
 from trl_paddingfree.cli.memory import features_of, model_config, training_needs
 from trl_paddingfree.cli.quickstart.side_by_side import classes_of, make_trainer
@@ -80,8 +81,14 @@ def _train(base: Any, pairs: list[dict[str, str]], on_accelerator: bool, options
         processing_class=make_tokenizer(),
         peft_config=LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
-    backward, parts = trainer.accelerator.backward, []
-    trainer.accelerator.backward = lambda *args, **kwargs: parts.append(backward(*args, **kwargs))
+    backward, parts = trainer.accelerator.backward, list[Any]()
+
+    class Counting(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            # Not before: with a backward pass of one's own, nothing runs in parts
+            trainer.accelerator.backward = lambda *args, **kwargs: parts.append(backward(*args, **kwargs))
+
+    trainer.add_callback(Counting)
     if on_accelerator:
         torch.accelerator.reset_peak_memory_stats()
     trainer.train()
