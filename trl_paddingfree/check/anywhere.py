@@ -127,12 +127,12 @@ class _CallWithRows:
     """Stands in for a model in the check: computes padded calls flat if given a flat batch, otherwise as before."""
 
     def __init__(self, model: torch.nn.Module, calls: PaddedCalls):
-        self.model, self.calls, self.base = model, calls, calls.flat.model
+        self.model, self.calls, self.base = model, calls, calls.model
 
     def __call__(self, flat_batch: object = None, **inputs: Any) -> Any:
-        before = self.calls.flat.counts
+        before = self.calls.flat_model.counts
         answers = self.answers(inputs, is_flat=flat_batch is not None)
-        if flat_batch is not None and self.calls.flat.counts == before:
+        if flat_batch is not None and self.calls.flat_model.counts == before:
             raise ValueError(
                 f"the forward of {type(self.base).__name__} calls neither its `base_model` nor its decoder with rows"
             )

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn.functional import embedding_bag
 
-from .segments import Runs, Segments
+from .segments import PartialSegments, Segments
 from .transfer import HasTensors, on_device
 
 # Outputs of attention and, if it returns them, its weights
@@ -158,5 +158,5 @@ class FlatLayout(HasTensors):
             for begin, stop in pairwise([start, *range((start // size + 1) * size, end, size), end]):
                 lengths.append(stop - begin)
                 paths.append(self.segments.path(i)[begin // size * size : stop])
-        runs = Runs.of(lengths, paths, self.segments.num_tokens)
+        runs = PartialSegments.of(lengths, paths, self.segments.num_tokens)
         return FlatLayout.from_segments(runs).to(self.device, non_blocking=True)

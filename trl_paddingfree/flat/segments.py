@@ -179,21 +179,21 @@ class Segments:
 
 
 @dataclass(frozen=True)
-class Runs(Segments):
+class PartialSegments(Segments):
     """
     Parts of segments, with the keys that each reads: those of a slice, or of chunks. `_paths` are indices into the axis
-    of these keys, and `starts` counts the keys that each run reads before its own. `parents` is empty.
+    of these keys, and `starts` counts the keys that each part reads before its own. `parents` is empty.
     """
 
     _paths: tuple[np.ndarray, ...] = field(default=(), compare=False)  # type: ignore[assignment]
     num_keys: int = 0  # type: ignore[assignment]
 
     def __post_init__(self):
-        """Nothing to validate: runs continue keys, not segments."""
+        """Nothing to validate: parts continue keys, not segments."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int], paths: Sequence[np.ndarray], num_keys: int) -> "Runs":
-        """Runs of these lengths, each at the end of its path along an axis of `num_keys`."""
+    def of(cls, lengths: Sequence[int], paths: Sequence[np.ndarray], num_keys: int) -> "PartialSegments":
+        """Parts of these lengths, each at the end of its path along an axis of `num_keys`."""
         starts = (len(path) - length for path, length in zip(paths, lengths, strict=True))
         return cls(tuple(lengths), (), tuple(starts), tuple(paths), num_keys)
 

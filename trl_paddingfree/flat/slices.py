@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from .layout import FlatLayout, once_per_layout
-from .segments import Runs, Segments, something_to_compute
+from .segments import PartialSegments, Segments, something_to_compute
 from .transfer import HasTensors
 
 # A cut moves to the end of a segment within an eighth of a slice: runs that begin there need no mask
@@ -145,7 +145,7 @@ def slices_of(
         paths = [np.searchsorted(axis, run.reads(window - 1)) for run in view.runs]
         if with_reach:
             lengths, paths = [*lengths, 1], [*paths, np.array([len(axis)])]
-        own = Runs.of(lengths, paths, len(axis) + with_reach)
+        own = PartialSegments.of(lengths, paths, len(axis) + with_reach)
         keeps = None if len(kept) == own.num_tokens else torch.from_numpy(kept - view.span.start)
         made = FlatLayout.from_segments(own, None if blocks is None else np.append(blocks[axis], [-1] * with_reach))
         slices.append(Slice(view.span, made, reads, keeps))

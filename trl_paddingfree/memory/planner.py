@@ -31,7 +31,7 @@ CORRECTED = 8
 _SAVED = ("limit", "budget", "has_shrunk", "observed", "most_measured")
 
 
-@dataclass
+@dataclass(eq=False)
 class MemoryPlanner:
     """
     Schedules each pass of a run under a `limit` of tokens, a `budget` in bytes, or both, and records what they took.
@@ -88,9 +88,9 @@ class MemoryPlanner:
     def own_schedule(self, batch: FlatBatch) -> Schedule:
         """The schedule of this process alone: whole, with as few recomputed layers as fit, or else in slices."""
         # Cached in the layout, from whose lengths it follows
-        return batch.layout.derived(("schedule", self.budget, self.limit), partial(self._scheduled, batch))
+        return batch.layout.derived(("schedule", self.budget, self.limit), partial(self._decide, batch))
 
-    def _scheduled(self, batch: FlatBatch) -> Schedule:
+    def _decide(self, batch: FlatBatch) -> Schedule:
         tokens = batch.counts.computed
         number, peak = None, 0
         if self.needs is not None:

@@ -44,28 +44,28 @@ class _Lock(threading.Condition):
 class PaddedCalls(PaddedRows):
     """Computes the padded calls of one model flat, by the route of its [`FlatModel`]. Copied with the model."""
 
-    def __init__(self, flat: FlatModel):
-        super().__init__(flat)
+    def __init__(self, flat_model: FlatModel):
+        super().__init__(flat_model)
         self.is_off = False  # during calls that are computed as before, and within flat ones
         self.says, self.said = True, set[str]()  # whether to warn of calls computed as before; reasons so far
         self.of_head: tuple[Inputs, FlatBatch] | None = None  # the head's current call, for the backbone beneath it
         self.lock = _Lock()  # one call at a time: hooks pass the batch to the model
 
     @classmethod
-    def install(cls, flat: FlatModel) -> "PaddedCalls":
-        """Have the model of `flat` compute padded calls flat."""
-        calls, model = flat.padded or cls(flat), flat.model
+    def install(cls, flat_model: FlatModel) -> "PaddedCalls":
+        """Have the model of `flat_model` compute padded calls flat."""
+        calls, model = flat_model.padded or cls(flat_model), flat_model.model
         # The forward of some models (OPT) bypasses the backbone and calls the decoder inside
         for backbone in {model.base_model, model.base_model if takes_images(model) else model.get_decoder()}:
             if not mark_of(backbone, ATTRIBUTE):
                 calls._bind(backbone)
-        flat.padded = calls
+        flat_model.padded = calls
         return calls
 
     @property
     def is_called(self) -> bool:
         """Whether the backbone's forward is ours, or wraps ours. A model that was saved whole has lost it."""
-        return bool(mark_of(self.flat.model.base_model, ATTRIBUTE))
+        return bool(mark_of(self.model.base_model, ATTRIBUTE))
 
     def _bind(self, backbone: torch.nn.Module) -> None:
         @functools.wraps(type(backbone).forward)
@@ -81,10 +81,10 @@ class PaddedCalls(PaddedRows):
 
     def remove(self) -> None:
         """Restore the original forwards: padded calls are computed as before."""
-        for module in self.flat.model.modules():
+        for module in self.model.modules():
             if vars(module).get(ATTRIBUTE, (None,))[0] is self:
                 module.forward = vars(module).pop(ATTRIBUTE)[1]
-        self.flat.padded = None
+        self.flat_model.padded = None
 
     def aside(self) -> AbstractContextManager[None]:
         """Within this context, padded calls are computed as before."""
@@ -101,8 +101,8 @@ class PaddedCalls(PaddedRows):
             if batch is not None and self._asks_for_logits(inputs):
                 arguments = _without_rows(inputs)
                 with self.aside(), self._computing(batch):
-                    refuse_unanswerable(self.flat.model, arguments)
-                    outputs = flat_forward(self.flat, self.flat.begin_pass(batch), **arguments)
+                    refuse_unanswerable(self.model, arguments)
+                    outputs = flat_forward(self.flat_model, self.flat_model.begin_pass(batch), **arguments)
             else:
                 with self.aside() if batch is None else attributes_set([(self, "of_head", (inputs, batch))]):
                     outputs = forward(*args, **kwargs)
@@ -115,8 +115,9 @@ class PaddedCalls(PaddedRows):
         with self.aside():
             if batch is None:
                 return self._watched(forward(*args, **kwargs), places, is_flat=False)
-            with self._computing(batch), layout_arguments(self.flat, self.flat.begin_pass(batch)) as arguments:
-                outputs = forward(**{**_without_rows(inputs), **flat_inputs(self.flat, batch), **arguments})
+            own = self.flat_model.begin_pass(batch)
+            with self._computing(batch), layout_arguments(self.flat_model, own) as arguments:
+                outputs = forward(**{**_without_rows(inputs), **flat_inputs(self.flat_model, batch), **arguments})
         if isinstance(outputs, tuple):  # asked for by `return_dict=False`
             outputs = self._in_rows(batch, "tuple", outputs)
         else:
@@ -140,7 +141,7 @@ class PaddedCalls(PaddedRows):
     @contextmanager
     def _computing(self, batch: FlatBatch) -> Iterator[None]:
         """Count the batch computed within this context. Errors get a note that it was flat, and what to do."""
-        self.flat.counts += batch.counts
+        self.flat_model.counts += batch.counts
         try:
             yield
         except Exception as error:
@@ -181,15 +182,17 @@ class PaddedCalls(PaddedRows):
         if isinstance(value, torch.Tensor) and len(value) == batch.input_ids.size(1):
             return batch.tokens_to_rows(value[None]).flatten(0, 1)
         raise ValueError(
-            f"{type(self.flat.model).__name__} answers with `{name}`, and which of it belongs to which token is not "
+            f"{type(self.model).__name__} answers with `{name}`, and which of it belongs to which token is not "
             "known: leave out what asks for it, or the call of `padding_free`."
         )
 
     def _asks_for_logits(self, inputs: Inputs) -> bool:
         """Whether a call wants logits of all tokens, and nothing else."""
-        if self.flat.is_pooled or any(torch.is_tensor(x) or x for x in map(inputs.get, (*OF_HEADS, "fused_lm_head"))):
+        if self.flat_model.is_pooled or any(
+            torch.is_tensor(x) or x for x in map(inputs.get, (*OF_HEADS, "fused_lm_head"))
+        ):
             return False
-        return wants(self.flat.model.config, inputs, "return_dict") and not self._wants(inputs, "output_router_logits")
+        return wants(self.model.config, inputs, "return_dict") and not self._wants(inputs, "output_router_logits")
 
     # --- rows become flat -------------------------------------------------------------------------------------------
 
@@ -214,12 +217,12 @@ class PaddedCalls(PaddedRows):
         if self.says and reason not in self.said:
             self.said.add(reason)
             logger.warning(
-                f"padding_free: {type(self.flat.model).__name__} computes a call as before, with its padding: {reason}."
+                f"padding_free: {type(self.model).__name__} computes a call as before, with its padding: {reason}."
             )
 
     def _refuse_changes(self) -> None:
         """Reject unsupported adapters, or another attention implementation, set after `padding_free`."""
-        model, route = self.flat.model, self.flat.route
+        model, route = self.model, self.flat_model.route
         if reason := why_padded([model]):
             raise ValueError(f"{reason}, or leave the call of `padding_free` out.")
         name = upstream.attn_implementation(model)

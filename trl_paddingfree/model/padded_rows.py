@@ -21,8 +21,9 @@ Places = tuple[torch.Tensor, torch.Tensor]  # rows, and columns counted from the
 class PaddedRows:
     """Reads the padded calls of one model."""
 
-    def __init__(self, flat: FlatModel):
-        self.flat, model = flat, flat.model
+    def __init__(self, flat_model: FlatModel):
+        self.flat_model = flat_model
+        self.model = model = flat_model.model
         self.classifies_rows = type(model).__name__.endswith("ForSequenceClassification")
         self.counts_by_mask = architecture.counts_positions_by_mask(model)
         # Token types, which tokenizers return even for models that do not take them
@@ -35,7 +36,7 @@ class PaddedRows:
 
     def _wants(self, inputs: Inputs, name: str) -> bool:
         """Whether a call asks for `name`, or the configuration if the call leaves it unset."""
-        return architecture.wants(self.flat.model.config.get_text_config(), inputs, name)
+        return architecture.wants(self.model.config.get_text_config(), inputs, name)
 
     def _why_no_rows(self, inputs: Inputs) -> str:
         """Why the arguments of a call, whatever their values, are not plain rows; empty if they may be."""
@@ -50,7 +51,7 @@ class PaddedRows:
             return "without gradients it makes a cache; where none is needed, set `model.config.use_cache = False`"
         if rows.size(1) == 1:
             return "its rows have one token"
-        if inputs.get("is_causal", vars(self.flat.model.config.get_text_config()).get("is_causal")) is False:
+        if inputs.get("is_causal", vars(self.model.config.get_text_config()).get("is_causal")) is False:
             return "`is_causal=False` has tokens see those that follow"
         if wanted := [name for name in _OUTPUTS if self._wants(inputs, name)]:
             return f"`{wanted[0]}` asks for values of all layers"
@@ -101,12 +102,12 @@ class PaddedRows:
             )
             return reason, places
         reach = int(positions.max()) + 1 if self.follows_longest else None
-        sharing = self.flat.route.prefix_sharing
+        sharing = self.flat_model.route.prefix_sharing
         return FlatBatch.from_padded(ids, mask, None, positions, prefix_sharing=sharing, reach=reach), places
 
     def _first_predictions(self, inputs: Inputs, real: torch.Tensor) -> Places | None:
         """Where the answer to a call holds predictions of first tokens made by padding on the left."""
-        if self.flat.is_pooled:
+        if self.flat_model.is_pooled:
             return None
         width, kept = real.size(1), inputs.get("logits_to_keep")
         if isinstance(kept, int) and kept:
@@ -119,12 +120,12 @@ class PaddedRows:
         """Why the answer would depend on what the model computes for padding; empty if it does not."""
         for name in values.keys() & {"labels", "shift_labels"}:
             # The head of a language model scores the label of the next token
-            moves = name == "labels" and not self.flat.is_pooled
+            moves = name == "labels" and not self.flat_model.is_pooled
             scored = (values[name] != IGNORE_INDEX)[:, int(moves) :]
             if (scored & ~real[:, : scored.size(1)]).any():
                 return f"`{name}` has others than {IGNORE_INDEX} where padding would be scored"
         if self.classifies_rows:
-            padding = self.flat.model.config.get_text_config().pad_token_id  # the head finds the last token by this id
+            padding = self.model.config.get_text_config().pad_token_id  # the head finds the last token by this id
             found = torch.ones_like(real) if padding is None else ids != padding
             last = (torch.arange(ids.size(1)) * found).argmax(1, keepdim=True)
             if not real.gather(1, last).all():

@@ -83,20 +83,20 @@ class StartUpCheck:
         bases = list(map(self._base, models))
         self.trained = bases[0]
         for base in bases:
-            if (flat := FlatModel.of(base)) is not None and flat.padded is not None:
-                flat.padded.remove()  # this trainer calls its models with flat batches
+            if (flat_model := FlatModel.of(base)) is not None and flat_model.padded is not None:
+                flat_model.padded.remove()  # this trainer calls its models with flat batches
             if not is_pooled(base):
                 upstream.put_head(base)
         if all(map(self.can_call, models)):
             self.prove_all(models)
-            return [flat for base in bases if (flat := FlatModel.of(base))]
+            return [flat_model for base in bases if (flat_model := FlatModel.of(base))]
         self.unproven = bases  # the engine shards and places them when training starts
         return [self._installed(base, self.first_route(base)) for base in bases]
 
     def _installed(self, base: PreTrainedModel, route: Route) -> FlatModel:
-        flat = FlatModel.install(base, route)
-        flat.group = self.group
-        return flat
+        flat_model = FlatModel.install(base, route)
+        flat_model.group = self.group
+        return flat_model
 
     def can_call(self, model: torch.nn.Module) -> bool:
         """Whether `model` has its weights. ZeRO-3 has prepared all models but the trained one by now."""
@@ -141,8 +141,8 @@ class StartUpCheck:
         """
         for model in models:
             base = self._base(model)
-            flat = FlatModel.of(base)
-            if flat is None or (not is_compiled and flat.why_whole):
+            flat_model = FlatModel.of(base)
+            if flat_model is None or (not is_compiled and flat_model.why_whole):
                 continue
             trains = base is self.trained
             skipped = self._why_no_gradients(model) if trains else "it does not train"
@@ -167,8 +167,9 @@ class StartUpCheck:
     def _prove(self, model: torch.nn.Module, route: Route) -> CheckResult:
         base = self._base(model)
         trains = base is self.trained
-        if (flat := vars(base).get(ATTRIBUTE)) is not None:  # not by `FlatModel.of`: TRL may have added another head
-            flat.group = None  # an earlier trainer may have left its group
+        # Not by `FlatModel.of`: TRL may have added another head
+        if (flat_model := vars(base).get(ATTRIBUTE)) is not None:
+            flat_model.group = None  # an earlier trainer may have left its group
         if self.group is not None:
             self._installed(base, route)
         with self.in_precision(), self._checkpointing(base):
