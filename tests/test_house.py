@@ -19,7 +19,7 @@ from trl_paddingfree.trainers.registry import TRAINERS
 PACKAGE = Path(trl_paddingfree.__file__).parent  # it may be installed elsewhere
 FILES = {str(file.relative_to(PACKAGE)): file.read_text(encoding="utf-8") for file in sorted(PACKAGE.rglob("*.py"))}
 
-WORDS, WORDS_OF_TESTS = 106_100, 176_500
+WORDS, WORDS_OF_TESTS = 106_100, 176_550
 ENTRIES = 13  # of the folder
 IN_CIRCLES = 4  # files that import each other by any way, imports for annotations counted
 LINES_OF_A_MODULE = 300

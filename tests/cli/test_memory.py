@@ -85,6 +85,10 @@ def test_inspect_predicts_memory(inspected, pairs_file, capsys, model_dir):
     memory = inspected(pairs_file, "--model", model_dir, "--memory_gib", "24")["memory"]
     assert [row["batch_size"] for row in memory["sizes"]][:2] == [8, 16]
     assert 0 < memory["sizes"][0]["shared"]["offloaded_gib"] < memory["sizes"][0]["shared"]["kept_gib"]
+    (whole,) = inspected(pairs_file, "--batch_size", "9999", "--model", model_dir, "--memory_gib", "24")["memory"][
+        "sizes"
+    ]
+    assert whole["batch_size"] == 30  # all pairs that there are: what fits is counted in their examples
     assert main(["inspect", pairs_file, "--tokenizer", model_dir, "--model", "tiny", "--memory_gib", "24"]) == 0
     _, printed = capsys.readouterr().out.split("Memory of tiny")
     assert "activation_offloading=True" in printed.replace("\n", " ")

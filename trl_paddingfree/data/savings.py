@@ -113,10 +113,10 @@ def measure(
             f"No row is left: all {len(dataset)} prompts fill `max_length={max_length}`. Raise `max_length`."
         )
     by_size, drawn = {}, order(num_left)
-    for size in batch_sizes:
-        if size == batch_sizes[0] or size <= num_left:
-            batches = np.split(drawn, range(size, num_left, size))
-            by_size[size] = tuple(map(count, tqdm(batches, f"Batches of {size}", leave=False)))
+    # The first size is counted in any case, as the batch that there is
+    for size in [min(batch_sizes[0], num_left), *(size for size in batch_sizes[1:] if size <= num_left)]:
+        batches = np.split(drawn, range(size, num_left, size))
+        by_size[size] = tuple(map(count, tqdm(batches, f"Batches of {size}", leave=False)))
     num_dropped = len(dataset) - num_left
     is_long = lengths.max(1) > (np.inf if max_length is None else max_length)
     return WasteReport(
