@@ -27,7 +27,8 @@ CLASS_NAMES = {
     "Trainer": "_get_num_items_in_batch _get_train_sampler _issue_warnings_after_load _load_best_model "
     "_load_from_checkpoint _load_rng_state _prepare_inputs _save_checkpoint _save_rng_state "
     "_set_signature_columns_if_needed compute_loss create_accelerator_and_postprocess create_model_card "
-    "floating_point_ops get_tp_size get_train_dataloader log prediction_step train training_step",
+    "floating_point_ops get_eval_dataloader get_test_dataloader get_tp_size get_train_dataloader log prediction_step "
+    "train training_step",
     "DPOTrainer": "_name _precompute_ref_logps _prepare_dataset compute_ref_log_probs",
     "KTOTrainer": "_name _compute_kl_logps _precompute_ref_logps _prepare_dataset compute_ref_log_probs",
     "SFTTrainer": "_name _prepare_dataset",
