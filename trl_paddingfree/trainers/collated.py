@@ -176,7 +176,8 @@ class CollatedTrainer(FlatTrainer):
 
     def _without_parts(self) -> AbstractContextManager[None]:
         """Within this context, data loaders are made whose batches keep no rows: passes without gradients need none."""
-        return attributes_set([(self, "data_collator", self.data_collator.changed(keeps_rows=False))])
+        keeps_rows, collator = self.flat.options.has_budget, self.data_collator
+        return attributes_set([(self, "data_collator", collator.changed(keeps_rows=False))] if keeps_rows else [])
 
     @when_flat
     def get_eval_dataloader(self, *args, **kwargs):
@@ -206,8 +207,7 @@ class CollatedTrainer(FlatTrainer):
         """
         owners = [cls for cls in type(self).__mro__ if "part_sizes" in vars(cls)]
         owners += [self.trl_trainer] * (owners == [CollatedTrainer])  # no one says how its parts combine
-        own = own_steps(self, owners, moves)
-        return [*self.coupled_by(), *(f"{each} without `part_sizes`" for each in own)]
+        return [*self.coupled_by(), *(f"{each} without `part_sizes`" for each in own_steps(self, owners, moves))]
 
     def refuse_small_budget(self, planner: MemoryPlanner) -> None:
         """Refuse a budget that the most demanding example does not fit into."""
