@@ -126,8 +126,8 @@ class CollatedTrainer(FlatTrainer):
         return self.example_lengths()
 
     def refuse_options(self) -> None:
-        options, group = self.flat.options, self.flat.group
-        arranges, coupling = options.arrange_micro_batches != "none", self._may_couple(moves=True)
+        options, group, arranges = self.flat.options, self.flat.group, self.flat.options.arrange_micro_batches != "none"
+        coupling = self._may_couple(moves=True) if arranges else []
         for kind, length in self.flat.rotary_limits().items():
             if group is not None and self.exceeds(length):
                 raise ValueError(group.too_long(kind, length))

@@ -219,8 +219,9 @@ class OnlineTrainer(FlatTrainer):
                 f"`arrange_micro_batches='tokens'` needs rows of known length, and {self.trl_trainer.__name__} "
                 "generates them: set 'prefix', which brings the rows of one prompt together, or 'none'."
             )
-        owners = [cls for cls in type(self).__mro__ if "trl_trainer" in vars(cls)]
-        refuse_to_move(options, [*self.coupled_by(), *own_steps(self, owners, moves=True)])
+        if options.arrange_micro_batches != "none":
+            owners = [cls for cls in type(self).__mro__ if "trl_trainer" in vars(cls)]
+            refuse_to_move(options, [*self.coupled_by(), *own_steps(self, owners, moves=True)])
 
     @when_flat
     def get_train_dataloader(self):

@@ -238,7 +238,7 @@ def refuse_lost_gradients(accelerator: Accelerator, config: TrainingArguments) -
 
 def refuse_to_move(options: PaddingFreeOptions, reasons: list[str]) -> None:
     """Refuse `arrange_micro_batches` for `reasons`: options under which an example's loss depends on the others."""
-    if options.arrange_micro_batches != "none" and reasons:
+    if reasons:
         raise ValueError(
             f"`arrange_micro_batches={options.arrange_micro_batches!r}` changes which examples share a micro-batch, "
             f"and with {', '.join(reasons)} the loss of an example depends on the others: leave one of them out."
