@@ -59,8 +59,7 @@ def as_in_training(
         call.no_sync() if isinstance(call, DistributedDataParallel) else nullcontext(),
         nullcontext(()) if every_layer else _one_layer_of_each_kind(model) as left_out,
         buffers_restored(modules),
-        attributes_set((module, "training", True) for module in modules),
-        attributes_set(upstream.not_reentrant(modules)),
+        attributes_set([*((module, "training", True) for module in modules), *upstream.not_reentrant(modules)]),
         without_dropout(modules),
         moved_off_zero(modules),
     ):

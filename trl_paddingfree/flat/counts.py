@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from operator import add
 from typing import Any
 
@@ -39,11 +39,6 @@ class BatchCounts:
 
     def __add__(self, other: "BatchCounts") -> "BatchCounts":
         return BatchCounts(*map(add, self.as_tuple(), other.as_tuple()))
-
-    def in_parts(self, parts: "Sequence[BatchCounts]") -> "BatchCounts":
-        """The counts of the same rows when they are computed in parts, whose own counts are `parts`."""
-        total = sum(parts, BatchCounts())
-        return replace(self, computed=total.computed, repeated=total.repeated)
 
     as_tuple = astuple  # the counts, in the order above
 

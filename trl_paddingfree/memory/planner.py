@@ -69,7 +69,9 @@ class MemoryPlanner:
 
     def scheduled(self, batch: FlatBatch, trains: bool) -> FlatBatch:
         """A batch, and its companion, with their schedules. If it `trains`, it must fit, and its pass begins."""
-        batch = replace(batch, schedule=self.schedule(batch))
+        own = self.own_schedule(batch)
+        # Processes that gather weights together agree on a schedule
+        batch = replace(batch, schedule=self._agreed(batch, own) if self.is_sharded else own)
         if batch.companion is not None:
             batch = replace(batch, companion=self.scheduled(batch.companion, trains=False))
         if trains:
@@ -79,11 +81,6 @@ class MemoryPlanner:
                 raise self.too_small_for(batch)
             self.current, self.held = batch, self.device_memory.begin() if self.corrects else 0
         return batch
-
-    def schedule(self, batch: FlatBatch) -> Schedule:
-        """How to compute a batch, with gradients or without. Processes that gather weights together agree on it."""
-        own = self.own_schedule(batch)
-        return self._agreed(batch, own) if self.is_sharded else own
 
     def own_schedule(self, batch: FlatBatch) -> Schedule:
         """The schedule of this process alone: whole, with as few recomputed layers as fit, or else in slices."""

@@ -228,7 +228,9 @@ class FlatModel:
         yield
         if not self.has_trained:
             if self.model not in trainer.model.modules():
-                raise RuntimeError("`trainer.model` was replaced: make the trainer again, of the new model.")
+                raise RuntimeError(
+                    "`trainer.model` was replaced: make the trainer again, of the new model, and without `model_init`."
+                )
             raise RuntimeError(
                 f"A training step of {type(trainer).__name__} computed no flat batch, but rows with padding: its loss "
                 f"called {type(self.model).__name__} neither with the `flat_batch` of its inputs nor, as trainers that "

@@ -1,8 +1,8 @@
 """Base of the padding-free trainers. `docs/how_it_works.md` follows a training step, function by function."""
 
 import inspect
+import time
 from collections.abc import Callable
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -88,10 +88,8 @@ class FlatTrainer(Trainer):
             super().__init__(**arguments)
             return
         self.refuse_arguments(arguments)
-        if options.memory_budget is not None:  # on a copy: checkpointing is on, and the budget picks the layers
-            arguments["args"] = config = copy(config)
-            config.gradient_checkpointing = config.activation_checkpointing = True
-        with attributes_set([(config, "padding_free", False)]):  # it would pad (DPO), or refuse `max_length` (SFT)
+        # It would pad (DPO), or refuse `max_length` (SFT)
+        with attributes_set([(config, "padding_free", False)]), self.flat.checkpointing(config):
             super().__init__(**arguments)
         refuse_moved_names(type(self), self)
         refusals.warn_of_precision(self.accelerator.mixed_precision, config)
@@ -102,7 +100,7 @@ class FlatTrainer(Trainer):
         self.flat.models = [flat for flat in self.flat.models if flat.model in bases]
         self.refuse_data(given_datasets(arguments))
         self.refuse_options()
-        refusals.refuse_lost_router_loss(self.flat.options, self.args, self.router_losses())
+        refusals.refuse_lost_router_loss(self.flat.options, self.args, FlatTrainer.coupled_by(self))
         self.flat.plan_if_placed(self)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -129,13 +127,9 @@ class FlatTrainer(Trainer):
         """How the models treat images, which flat batches have to follow."""
         return rules_of_all([self.flat_base(model) for model in self.flat_models()])
 
-    def router_losses(self) -> list[str]:
-        """Options under which the routers of a mixture of experts have a loss of their own."""
-        return [f"`router_aux_loss_coef={self.router_aux_loss_coef}`"] if self.aux_loss_enabled else []
-
     def coupled_by(self) -> list[str]:
-        """Options under which an example's loss depends on which others share its micro-batch."""
-        return self.router_losses()
+        """Options under which an example's loss depends on the others in its micro-batch: here, losses of routers."""
+        return [f"`router_aux_loss_coef={self.router_aux_loss_coef}`"] if self.aux_loss_enabled else []
 
     def refuse_options(self) -> None:
         """Refuse options that would change losses or gradients, such as moving examples between micro-batches."""
@@ -168,6 +162,10 @@ class FlatTrainer(Trainer):
             self.flat.prove(self, model)
             self.flat.plan(self, model)
         step = partial(super().training_step, model, num_items_in_batch=num_items_in_batch)
+        if not self.flat.has_begun:  # what was changed since the trainer was made counts, also as `train()` began
+            self.flat.has_begun, self.flat.has_hooks = True, None
+            self.flat.counts.logged_at = time.perf_counter()
+            self.refuse_options()
         parts = self.parts_of(inputs, is_normalized=num_items_in_batch is not None)
         with self.flat.trained.must_train(self):
             loss = step(parts[0].inputs) if self.flat.steps is None else self.flat.steps.run(step, parts)
@@ -240,7 +238,9 @@ class FlatTrainer(Trainer):
     @when_flat
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         if self.model.training and {"loss", "learning_rate"} <= logs.keys():  # not what one process logs: all gather
-            logs |= self.flat.counts.figures(self.accelerator, self.flat.highest_peak, self.flat.trained.repeats)
+            peak, group = self.flat.peak_memory.highest, self.flat.group
+            peak = peak if group is None else int(group.largest([peak])[0])
+            logs |= self.flat.counts.figures(self.accelerator, peak, self.flat.trained.repeats)
             if self.flat.planner is not None:
                 logs |= self.flat.planner.figures()
         super().log(logs, *args, **kwargs)
@@ -268,7 +268,9 @@ class FlatTrainer(Trainer):
     @naming_versions()
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         refusals.refuse_adapters([] if self.flat.pads else self.flat_models())  # some may have been added since
-        return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
+        self.flat.has_begun = False
+        with self.flat.checkpointing(self.args):
+            return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
 
     def _save_checkpoint(self, *args, **kwargs):
         if self.args.should_save:  # an older checkpoint is incomplete while it is overwritten

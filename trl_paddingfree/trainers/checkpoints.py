@@ -18,8 +18,8 @@ MODEL_CARD = """
 
 ### Without padding
 
-trl-paddingfree {version} computed the batches: {method}. The losses and gradients are those of TRL's padded batches, of
-whose slots it computed {share:.0%}. Cite it as:
+trl-paddingfree {version} computed the batches: {method}. The losses and gradients are those of TRL's padded
+batches{share}. Cite it as:
 
 ```bibtex
 @software{{trl_paddingfree,
@@ -33,7 +33,7 @@ whose slots it computed {share:.0%}. Cite it as:
 
 def append_to_card(output_dir: str, method: str, computed: BatchCounts) -> None:
     """Append to the model card how batches were computed, and what share of the padded slots."""
-    share = computed.computed / max(computed.padded, 1)
+    share = f", of whose slots it computed {computed.computed / computed.padded:.0%}" if computed.padded else ""
     with (Path(output_dir) / "README.md").open("a", encoding="utf-8") as card:
         card.write(MODEL_CARD.format(version=__version__, method=method, share=share))
 

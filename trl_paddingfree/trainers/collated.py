@@ -2,7 +2,6 @@
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -134,12 +133,11 @@ class CollatedTrainer(FlatTrainer):
             if arranges and self.exceeds(length):
                 coupling.append(f"`rope_type={kind!r}` and rows of more than {length} tokens")
         if arranges:
-            alpha = self.args.neftune_noise_alpha
-            if alpha and not any("neftune_noise_alpha" in each for each in coupling):
+            if alpha := self.args.neftune_noise_alpha:
                 coupling.append(f"`neftune_noise_alpha={alpha}`, whose noise shrinks with the longest row,")
             refusals.refuse_to_move(options, [*coupling, *self.weighed_by_micro_batch()])
             refusals.refuse_to_look_ahead(options, self.train_dataset, self.args)
-        if options.has_budget and self._adds_up:
+        if options.has_budget and not self._may_couple():
             refusals.refuse_lost_gradients(self.accelerator, self.args)
 
     @when_flat
@@ -166,8 +164,6 @@ class CollatedTrainer(FlatTrainer):
 
     @when_flat
     def get_train_dataloader(self):
-        vars(self).pop("_adds_up", None)  # what was changed since the trainer was made counts
-        self.refuse_options()
         loader: Any = super().get_train_dataloader()
         if self.flat.sampler is not None:
             # accelerate finds only its own samplers: ours would restart at epoch 0 when several processes resume a run
@@ -195,19 +191,16 @@ class CollatedTrainer(FlatTrainer):
         """By name, the denominators of the loss ("loss") and of each averaged metric of a part of a micro-batch."""
         raise NotImplementedError
 
-    @cached_property
-    def _adds_up(self) -> bool:
-        """Whether the losses of parts add up to that of the micro-batch, with known denominators."""
-        return type(self).part_sizes is not CollatedTrainer.part_sizes and not self._may_couple()
-
     def _may_couple(self, moves: bool = False) -> list[str]:
         """
         Options under which an example's loss depends on others, and what may change it beyond the class whose
-        `part_sizes` say how parts of it combine.
+        `part_sizes` say how parts of it combine. Empty if the losses of parts add up to that of the micro-batch or, if
+        asked whether it `moves`, if examples may move to another one.
         """
         owners = [cls for cls in type(self).__mro__ if "part_sizes" in vars(cls)]
-        owners += [self.trl_trainer] * (owners == [CollatedTrainer])  # no one says how its parts combine
-        return [*self.coupled_by(), *(f"{each} without `part_sizes`" for each in own_steps(self, owners, moves))]
+        lacks = len(owners) == 1
+        found = own_steps(self, [*owners, *[self.trl_trainer] * lacks], moves) + ["a loss"] * (lacks and not moves)
+        return [*self.coupled_by(), *(f"{each} without `part_sizes`" for each in found)]
 
     def refuse_small_budget(self, planner: MemoryPlanner) -> None:
         """Refuse a budget that the most demanding example does not fit into."""
@@ -228,7 +221,7 @@ class CollatedTrainer(FlatTrainer):
             for i in candidates
             for batch in collator([self.train_dataset[i]])["rows"].alone(collator)
         ]
-        if not self._adds_up:  # a micro-batch is not divided into parts: all of it has to fit
+        if self._may_couple():  # a micro-batch is not divided into parts: all of it has to fit
             largest = np.argsort(tokens, kind="stable")[-self._train_batch_size :]
             batch = collator([self.train_dataset[int(i)] for i in largest])["flat_batch"]
             batches.append((batch, "a micro-batch of the largest examples"))
@@ -242,9 +235,12 @@ class CollatedTrainer(FlatTrainer):
             refuse_lost_batch(inputs)
         batch, parts = inputs["flat_batch"], [Part(inputs)]
         counts, is_alone = batch.counts, self.accelerator.num_processes == 1
-        if planner is not None and self._adds_up and not (is_alone and planner.is_whole(batch)):
+        if self.flat.sampler is not None:  # callbacks may have changed the loss
+            refusals.refuse_to_move(self.flat.options, self._may_couple(moves=True))
+        if planner is not None and not (is_alone and planner.is_whole(batch)) and not self._may_couple():
             parts = self._weighted_parts(inputs, is_normalized)
-            counts = counts.in_parts([part.inputs["flat_batch"].counts for part in parts])
+            total = sum((part.inputs["flat_batch"].counts for part in parts), BatchCounts())
+            counts = replace(counts, computed=total.computed, repeated=total.repeated)
         self.flat.counts.new.append(counts)
         return [replace(part, inputs={n: x for n, x in part.inputs.items() if n != "rows"}) for part in parts]
 

@@ -223,11 +223,6 @@ class OnlineTrainer(FlatTrainer):
             owners = [cls for cls in type(self).__mro__ if "trl_trainer" in vars(cls)]
             refuse_to_move(options, [*self.coupled_by(), *own_steps(self, owners, moves=True)])
 
-    @when_flat
-    def get_train_dataloader(self):
-        self.refuse_options()  # what was changed since the trainer was made counts
-        return super().get_train_dataloader()
-
     @property
     def steps_per_generation(self) -> int:
         """How many micro-batches are generated together."""
@@ -240,12 +235,14 @@ class OnlineTrainer(FlatTrainer):
             return self._generated
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        if self.flat.options.arrange_micro_batches != "none" and self._buffered_inputs is not before:
-            number = self.steps_per_generation
-            size = math.gcd(self.args.gradient_accumulation_steps, number)  # micro-batches of one optimizer step
-            starts, buffered = range(0, number, size), self._buffered_inputs
-            self._buffered_inputs = [batch for first in starts for batch in by_prompt(buffered[first : first + size])]
-            inputs = self._buffered_inputs[self._step % number]
+        if self.flat.options.arrange_micro_batches != "none" and self.model.training:
+            self.refuse_options()  # callbacks may have changed the loss
+            if self._buffered_inputs is not before:
+                number = self.steps_per_generation
+                size = math.gcd(self.args.gradient_accumulation_steps, number)  # micro-batches of one optimizer step
+                groups = (self._buffered_inputs[first : first + size] for first in range(0, number, size))
+                self._buffered_inputs = [batch for group in groups for batch in by_prompt(group)]
+                inputs = self._buffered_inputs[self._step % number]
         if steps is not None:
             self._generated = inputs
             steps.remember()  # only now: a retry must not undo generation

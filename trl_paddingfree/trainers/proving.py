@@ -191,7 +191,8 @@ class StartUpCheck:
     def _checkpointing(self, base: PreTrainedModel) -> AbstractContextManager:
         """The context in which `base` recomputes activations if training will: it turns that on only when it starts."""
         trains = any(parameter.requires_grad for parameter in base.parameters())
-        if not (trains and self.args.gradient_checkpointing and base.supports_gradient_checkpointing):
+        will = self.args.gradient_checkpointing or self.options.memory_budget is not None
+        if not (trains and will and base.supports_gradient_checkpointing):
             return nullcontext()
         return upstream.checkpointing(base, vars(self.args)["gradient_checkpointing_kwargs"])
 

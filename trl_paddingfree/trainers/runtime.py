@@ -1,13 +1,14 @@
 """What this package keeps for one trainer, and the decorator that skips its overrides while the trainer pads."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, TrainingArguments
 
 from .. import upstream
 from ..check.prove import UnprovenModelError
@@ -20,6 +21,7 @@ from ..memory.planner import MemoryPlanner
 from ..model import architecture
 from ..model.compiled import CompilerOptions, compile_layers, taken_from
 from ..model.flat_model import FlatModel
+from ..model.restored import attributes_set
 from ..model.routes import Route
 from ..model.sequence import SequenceGroup
 from .configs import PaddingFreeOptions
@@ -55,6 +57,8 @@ class Runtime:
     steps: TrainingSteps | None = None  # training steps within budgets
     sampler: StepSampler | None = None  # the order of examples, if `arrange_micro_batches` is set
     is_planned: bool = False  # whether `planner` is settled: made, or not needed
+    has_begun: bool = False  # whether a step was trained since `train()` was called
+    has_hooks: bool | None = None  # whether gradients have hooks of others than PEFT; `None`: not looked yet
     resumed_from: str | None = None  # the checkpoint that training resumed from
 
     @property
@@ -86,6 +90,12 @@ class Runtime:
             self.check.prove_slices(trainer.flat_models(), is_compiled=True)
         warn_of_dropout(self.trained.model, trainer.args)
 
+    def checkpointing(self, config: TrainingArguments) -> AbstractContextManager[None]:
+        """Within this context, TRL turns checkpointing on if `memory_budget` is to pick the layers that recompute."""
+        names = ("gradient_checkpointing", "activation_checkpointing")
+        picks = not self.pads and self.options.memory_budget is not None
+        return attributes_set((config, name, True) for name in names * picks)
+
     def prove(self, trainer: "FlatTrainer", model: torch.nn.Module) -> None:
         """Prove a model before it first computes anything, if it had no weights when the trainer was made."""
         unproven = self.check.unproven
@@ -116,12 +126,6 @@ class Runtime:
 
     def _text_configs(self) -> list[PreTrainedConfig]:
         return [flat_model.model.config.get_text_config() for flat_model in self.models]
-
-    @property
-    def highest_peak(self) -> int:
-        """Peak bytes in use so far, the highest of any process of the group."""
-        highest = self.peak_memory.highest
-        return highest if self.group is None else int(self.group.largest([highest])[0])
 
     def plan_if_placed(self, trainer: "FlatTrainer") -> None:
         """Plan for the budgets before training, if the models already have all of their weights."""

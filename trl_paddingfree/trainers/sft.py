@@ -13,6 +13,7 @@ from ..data.validate import log_dropped, refuse_bad_messages, refuse_unknown_tok
 from ..flat.batch import IGNORE_INDEX, Inputs
 from ..images.collate import VisionLanguageModelingCollator
 from ..model.restored import attributes_set
+from .base import FlatTrainer
 from .collated import CollatedTrainer
 from .configs import PaddingFreeSFTConfig
 from .runtime import when_flat
@@ -61,7 +62,11 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
             return collator
         if collator.return_position_ids and not self.data_collator.padding_free:
             raise ValueError("`return_position_ids=True` numbers documents within rows that are not cut: leave it out.")
-        if collator.pad_to_multiple_of and self.data_collator.padding_free and (reasons := self.router_losses()):
+        if (
+            collator.pad_to_multiple_of
+            and self.data_collator.padding_free
+            and (reasons := FlatTrainer.coupled_by(self))
+        ):
             raise ValueError(
                 f"`pad_to_multiple_of={collator.pad_to_multiple_of}` with packing and {reasons[0]}: in TRL's packed "
                 "row, the loss of the routers counts the padding, too. Leave one of them out."

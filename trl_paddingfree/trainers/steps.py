@@ -63,10 +63,13 @@ def own_steps(trainer: Any, owners: Sequence[type], moves: bool) -> list[str]:
     # A class of the user's own with `part_sizes` says that hooks are linear, and those of DeepSpeed and PEFT are
     is_ours = owners[0].__module__.startswith("trl_paddingfree.")
     if (is_ours or "part_sizes" not in vars(owners[0])) and not trainer.is_deepspeed_enabled:
-        holders = *trainer.model.parameters(), *trainer.model.modules()
-        hooks = [hook for holder in holders for hook in upstream.gradient_hooks(holder)]
-        modules = [getattr(getattr(hook, "func", hook), "__module__", None) for hook in hooks]  # also of partial calls
-        found += ["hooks on gradients"] * any(not str(module).startswith("peft.") for module in modules)
+        if trainer.flat.has_hooks is None:  # once per call of `train()`: models have thousands of modules
+            trainer.flat.has_hooks = not all(
+                str(getattr(getattr(hook, "func", hook), "__module__", None)).startswith("peft.")  # also of partials
+                for holder in (*trainer.model.parameters(), *trainer.model.modules())
+                for hook in upstream.gradient_hooks(holder)
+            )
+        found += ["hooks on gradients"] * trainer.flat.has_hooks
     return found
 
 
