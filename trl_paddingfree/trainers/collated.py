@@ -133,7 +133,8 @@ class CollatedTrainer(FlatTrainer):
             if arranges and self.exceeds(length):
                 coupling.append(f"`rope_type={kind!r}` and rows of more than {length} tokens")
         if arranges:
-            if alpha := self.args.neftune_noise_alpha:
+            alpha = self.args.neftune_noise_alpha
+            if alpha and not any("neftune_noise_alpha" in each for each in coupling):
                 coupling.append(f"`neftune_noise_alpha={alpha}`, whose noise shrinks with the longest row,")
             refusals.refuse_to_move(options, [*coupling, *self.weighed_by_micro_batch()])
             refusals.refuse_to_look_ahead(options, self.train_dataset, self.args)
@@ -198,8 +199,10 @@ class CollatedTrainer(FlatTrainer):
         asked whether it `moves`, if examples may move to another one.
         """
         owners = [cls for cls in type(self).__mro__ if "part_sizes" in vars(cls)]
-        lacks = len(owners) == 1
-        found = own_steps(self, [*owners, *[self.trl_trainer] * lacks], moves) + ["a loss"] * (lacks and not moves)
+        owners += [self.trl_trainer] * (owners == [CollatedTrainer])  # no one says how its parts combine
+        found = own_steps(self, owners, moves)
+        if not moves and type(self).part_sizes is CollatedTrainer.part_sizes:
+            found.append("a loss")
         return [*self.coupled_by(), *(f"{each} without `part_sizes`" for each in found)]
 
     def refuse_small_budget(self, planner: MemoryPlanner) -> None:
