@@ -67,7 +67,8 @@ def as_trl_packs(model: torch.nn.Module, backbone: torch.nn.Module, rows: list[t
     del told["labels"]
     # TRL's head calls the backbone with all of them; some models' own forward does not pass them on
     with backbone.register_forward_pre_hook(lambda *_: ((), told), with_kwargs=True):
-        return model(input_ids=told["input_ids"], position_ids=told["position_ids"]).logits[0].split([*map(len, rows)])
+        answer = model(input_ids=told["input_ids"], position_ids=told["position_ids"], use_cache=False)
+    return answer.logits[0].split([*map(len, rows)])
 
 
 @contextmanager
@@ -94,8 +95,10 @@ def as_it_computes(model: PreTrainedModel, call: PackedCall) -> Iterator[str]:
     for each in answers:
         if not isinstance(each, list | tuple) or not all(map(torch.is_tensor, each)):
             raise TypeError(f"`call` returned {type(each).__name__}, not a list with the logits of each row.")
-    pairs = [(x, y) for x, y in zip(*answers, strict=False) if x.shape == y.shape]
-    is_random = any(relative_error(y, x) > rounding_unit(model) ** 0.5 for x, y in pairs)
+    is_random = any(
+        x.shape == y.shape and relative_error(y, x) > rounding_unit(model) ** 0.5
+        for x, y in zip(*answers, strict=False)
+    )
     said = "the same rows get other answers each time: it draws at random, or keeps something of earlier calls"
     with torch.autocast(device, found.pop()) if found else nullcontext():
         yield said * is_random
