@@ -4,7 +4,7 @@ Build a tiny model of every causal language model in transformers, run the start
 ```
 python scripts/models.py --output docs/models.md
 python scripts/models.py --vision --output docs/models.md    # the second table, on the page that is there
-python scripts/models.py --packed --output docs/packed.md    # what transformers' own packed rows are
+python scripts/models.py --packed --output docs/packed.md    # what packed rows of TRL and transformers are
 ```
 
 This takes about a minute on the CPU, in float32 and without a network. With flash attention, plain PyTorch stands in

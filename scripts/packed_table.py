@@ -1,26 +1,33 @@
 """The page docs/packed.md: what transformers' own packed rows are, for every causal language model that it has."""
 
+import re
 from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
 
 from scripts.model_table import built, first_line, markdown, table
 from trl_paddingfree import check_packed
 
-COLUMNS = ("packed", "as it is loaded", "error", "leak", "with flash attention", "error", "leak")
+COLUMNS = ("packed", "by TRL", "by TRL, flash attention", "by `position_ids`", "by `position_ids`, flash attention")
 HEADER = """\
 # Is your packing exact?
 
 Packing puts several documents into one row. It is exact only if no token sees another document, so every layer has to
-keep documents apart: attention, convolutions and recurrences. If one does not, training goes on, and nothing is logged.
-One command says what a model does in your environment:
+keep documents apart: attention, convolutions and recurrences. A layer that does not may raise an error. If it raises
+none, training goes on, and nothing is logged. One command says what a model does in your environment:
 
 ```bash
 trl-paddingfree check Qwen/Qwen3-0.6B --packed
 ```
 
-It packs rows as transformers packs them by itself: one row whose `position_ids` start again at each document, as from
-`DataCollatorWithFlattening` and TRL's `packing=True` and `padding_free=True`. It compares each document with the same
-document alone, in the dtype of the model. The exit status is 0 if packed rows are exact, else 1. The verdict is one of
-these:
+It packs rows as TRL's SFT does with `packing=True` or `padding_free=True`: the backbone gets one row, and all arguments
+that TRL's collator makes (`position_ids`, `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k` and
+`seq_idx`). Others, such as `DataCollatorWithFlattening` of transformers by default, give `position_ids` alone: check
+them with [a function of your own](#check-the-forward-of-a-framework). Each document is compared with the same document
+alone, in the dtype of the model. The exit status is 0 if packed rows are exact, else 1. The verdict is one of these:
 
 - **exact**: log-probabilities and gradients are those of each document alone, up to rounding and [up to the sizes that
   were tried](#up-to-where-a-verdict-holds).
@@ -30,20 +37,23 @@ these:
 
 ## What leaks, by family
 
-| models | as they are loaded | with flash attention |
-|-|-|-|
-| Llama 2 and 3, Qwen 2 and 3 (with MoE), Gemma 1 to 3, Mistral, Mixtral, Phi 1 to 3, GLM, OLMo 1 to 3, SmolLM3, DeepSeek V2 and V3, GPT-2, GPT-NeoX | exact | exact |
-| gpt-oss, OPT, BERT and its kind | LEAKS | exact (RoBERTa: INEXACT) |
-| recurrences and short convolutions: Mamba, Jamba, Bamba, Falcon-H1, Nemotron-H, Granite 4 hybrids, Zamba, LFM2, Qwen3-Next, Qwen3.5, OLMo hybrids, Kimi Linear, MiniMax | LEAKS | LEAKS |
-| Llama 4, whose queries grow with positions on the whole row | INEXACT | not in transformers |
+| models | packed by TRL | by TRL, with flash attention | by `position_ids` alone, either way |
+|-|-|-|-|
+| Llama 2 and 3, Qwen 2 and 3 (with MoE), Gemma 1 to 3, Mistral, Mixtral, Phi 1 to 3, GLM, OLMo 1 to 3, SmolLM3, DeepSeek V2 and V3, GPT-2, GPT-NeoX | exact | exact | exact |
+| gpt-oss, OPT, BERT and its kind | LEAKS | exact (RoBERTa: INEXACT) | the same |
+| recurrences that take no boundaries: Mamba, Jamba, MiniMax, RecurrentGemma, RWKV, xLSTM | LEAKS | LEAKS, or not in transformers | the same |
+| Bamba, Falcon-H1, Nemotron-H, Granite 4 hybrids, Mamba 2, Zamba, LFM2, Qwen3-Next, Qwen3.5, OLMo hybrids, Kimi Linear, without kernels for their convolutions and recurrences | failed: an error names the package to install | failed | LEAKS |
+| Llama 4, whose queries grow with positions on the whole row | INEXACT | not in transformers | the same |
 
 The table of all models is below. The trainers of this package compute all of these exactly, or
 [refuse them](models.md).
 
 ## A reproducer without this package
 
-TRL 1.16 warns of none of this. The following program needs only TRL. It evaluates the same four documents in rows of
-their own and packed into one row. The losses should be equal, but those of gpt-oss are not:
+TRL 1.16 does not warn of leaks. The following program needs only TRL. It evaluates the same four documents in rows of
+their own and packed into one row. The losses should be equal, but those of gpt-oss are not. With `"jamba"` and
+`"mamba"`, they differ, too. With `"qwen3_5_text"` and `"falcon_h1"`, transformers 5.24 raises an error unless kernels
+for their convolutions are installed.
 
 ```python
 import torch
@@ -92,12 +102,17 @@ def forward_of_a_framework(rows):
 result = check_packed(model, forward_of_a_framework)
 print(result)
 assert result.verdict == "LEAKS"
-assert check_packed(model).verdict == "exact"  # transformers itself
+assert check_packed(model).verdict == "exact"  # as TRL packs
 ```
 
-A test of a framework needs one line: `assert check_packed(model, call).passed`. The function has to compute with the
-model and its input embeddings, and return the same answers each time. It may call `train()`, because dropout is off
-during the check. It may turn autocast on, which then also holds for documents alone, and it may have its own window.
+To check `position_ids` alone, give the model
+`position_ids=torch.cat([torch.arange(len(row), device=row.device) for row in rows])[None]` there.
+
+A test of a framework needs one line: `assert check_packed(model, call and partial(call, model)).passed`. The function has to compute with the
+model and its input embeddings, and return the same answers each time. Its logits need gradients: under `no_grad`, the
+verdict is INEXACT, and says why. It may call `train()`, because dropout is off during the check. It may turn autocast
+on, which then also holds for documents alone, and it may have its own window. If the embeddings do not get the tokens
+of each document in one piece, gradients are compared at parameters only, and the result says so.
 
 ## Up to where a verdict holds
 
@@ -126,37 +141,58 @@ reaches the window.
 ## All models of transformers {version}
 
 `python scripts/models.py --packed --output docs/packed.md` wrote this table, with tiny random models in float32 on the
-CPU. The first verdict is for the attention with which transformers loads the model, and the second for
-`flash_attention_2`, for which attention in plain PyTorch stands in. Figures are root mean squares in nats: how far
-log-probabilities are from those of each document alone, and how much they move when other documents change. Kernels of
-`mamba-ssm`, `causal-conv1d` and `flash-linear-attention` are not installed. With them, some layers with a state may
-keep documents apart if they are told the boundaries, which `position_ids` alone do not do.
+CPU. "By TRL" is with TRL's arguments, and "by `position_ids`" with `position_ids` alone. The attention is that with
+which transformers loads the model, or `flash_attention_2`, for which attention in plain PyTorch stands in. Figures are
+root mean squares in nats: how much log-probabilities move when other documents change (LEAKS), or how far they are from
+those of each document alone (INEXACT). Kernels of `mamba-ssm`, `causal-conv1d` and `flash-linear-attention` are not
+installed. With them, some layers with a state may keep documents apart if they are told the boundaries, as TRL tells
+them, and `position_ids` alone do not.
 """  # noqa: E501
 
 
-def check(model_type: str, attention: str | None) -> list[str]:
-    """What a model, loaded one way, makes of packed rows: a verdict and two figures."""
+def by_positions(model: torch.nn.Module, rows: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The logits of rows that transformers computes as one, with `position_ids` that restart at 0 for each."""
+    positions = torch.cat([torch.arange(len(row), device=row.device) for row in rows])[None]
+    logits = model(input_ids=torch.cat(rows)[None], position_ids=positions, use_cache=False).logits
+    return logits[0].split(list(map(len, rows)))
+
+
+def check(model_type: str, call: Callable[..., Any] | None, attention: str | None) -> str:
+    """What a model, loaded one way, makes of packed rows: a verdict, and by how much it is wrong."""
     with built(model_type, attention) as model:
         if isinstance(model, str):
-            return ["not in transformers" if model.startswith("needs") else model, "", ""]
+            return "not in transformers" if model.startswith("needs") else model
         try:
-            result = check_packed(model)
+            result = check_packed(model, call and partial(call, model))
         except Exception as error:  # rows alone fail already
-            return [f"no row alone: {first_line(error)}", "", ""]
-    if result.failure:
-        return [f"failed: {' '.join(result.failure.split()).replace('|', '/')[:80]}", "", ""]
-    return [result.verdict, f"{result.error:.0e}", f"{result.leak:.0e}"]
+            return f"no row alone: {first_line(error)}"
+    if result.verdict == "failed":
+        said = result.failure or (result.gradients.failure if result.gradients else "")
+        return f"failed: {' '.join(said.split()).replace('|', '/').split('. ')[0][:120]}"
+    figures = {"LEAKS": result.leak, "INEXACT": result.error}
+    return f"{result.verdict} by {figures[result.verdict]:.0e}" if result.verdict in figures else result.verdict
 
 
 def row(model_type: str) -> list[str]:
     """One row of the table."""
-    return [f"`{model_type}`", *check(model_type, None), *check(model_type, "flash_attention_2")]
+    loaded = (None, "flash_attention_2")
+    return [
+        f"`{model_type}`",
+        *(check(model_type, call, attention) for call in (None, by_positions) for attention in loaded),
+    ]
+
+
+def verdicts(page: str) -> dict[str, list[str]]:
+    """The verdicts on each model type, without the figures, which differ from one machine to the next."""
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    return {name: [cell.split(" by ")[0] for cell in cells] for name, *cells in rows}
 
 
 def packed_page(model_types: list[str]) -> str:
     """The page, with how often each verdict was found."""
     rows = table(model_types, row, len(COLUMNS))
-    said = [Counter(cells[place].split(":")[0] for cells in rows) for place in (1, 4)]
-    loaded, flash = (", ".join(f"{n} {verdict}" for verdict, n in each.most_common()) for each in said)
-    counted = f"\nOf {len(rows)} model types, as loaded: {loaded}. With flash attention: {flash}.\n"
-    return markdown(rows, HEADER + counted, COLUMNS)
+    counted = [""]
+    for place, title in enumerate(COLUMNS[1:], 1):
+        said = Counter(re.split(":| by ", cells[place])[0] for cells in rows)
+        counted.append(f"- {title}: {', '.join(f'{n} {verdict}' for verdict, n in said.most_common())}")
+    return markdown(rows, HEADER + "\n".join([*counted, ""]), COLUMNS)

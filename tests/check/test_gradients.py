@@ -321,7 +321,7 @@ def test_a_model_without_watched_embeddings_is_refused():
 
 def deep(monkeypatch):
     """Eight layers, with a window and without in turns, of a model that is taken for a large one."""
-    monkeypatch.setattr(training, "_MOST", {"cpu": 0})
+    monkeypatch.setattr(training, "_MOST", (0,))
     return with_head(make_model("gemma2", num_hidden_layers=8))
 
 

@@ -43,6 +43,8 @@ class Verdict:
             What else was not compared, and why.
         unmendable (`bool`):
             Whether rows alone fail, too, so that no other route can help.
+        raised (`bool`):
+            Whether `failure` is an error that the model raised.
     """
 
     error: float = math.nan
@@ -52,6 +54,7 @@ class Verdict:
     skipped: str = ""
     notes: tuple[str, ...] = ()
     unmendable: bool = False
+    raised: bool = False
 
     @property
     def passed(self) -> bool:

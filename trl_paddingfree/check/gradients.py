@@ -29,13 +29,7 @@ from ..model.flat_model import FlatModel
 from ..model.forward import is_pooled
 from . import probe
 from .comparison import HALF_DIGITS_FACTOR, NOISE_FACTOR, Values, Verdict, compare, relative_error
-from .training import (
-    as_in_training,
-    as_it_answers,
-    compared_parameters,
-    frozen_layers_tried,
-    raise_if_others_wait,
-)
+from .training import as_in_training, as_it_answers, compared_parameters, frozen_layers_tried, raise_if_others_wait
 
 # Length of each row: enough for more than 256 flat tokens
 _LENGTH = 104
@@ -44,8 +38,8 @@ _GROUPS = ([0, 2], [1, 3])
 # Configuration fields for how far a token sees that layers read when they are built: they cannot be narrowed later
 _BUILT_WITH = ("window_size", "sliding_window_size", "attention_window_size", "local_attention", "index_block_size",
                "index_topk_blocks", "indexer_budget", "block_size", "local_attention_window_len")  # fmt: skip
-# Largest such limit that rows are to exceed, and largest position limit that flat rows are to: more takes too long
-_LONGEST = {"cpu": (256, 2048), "accelerator": (1024, 8192)}
+# Largest such limit for rows to exceed, and largest position limit for flat rows, on the CPU and on accelerators
+_LONGEST = (256, 2048), (1024, 8192)
 # Gradients below this share of the largest count as zero: rounding alone may produce them
 _NEGLIGIBLE = torch.finfo(torch.float32).eps ** 2
 # The most entries of a gradient that is compared whole. A larger one is multiplied by a random vector
@@ -77,6 +71,7 @@ class RowsInTraining:
     narrow windows, the gradients of some tokens would otherwise nearly vanish.
     """
 
+    unseen: tuple[str, ...] = ()  # why gradients at the embeddings cannot be compared
     without_limits = [1024]  # tokens that a flat row exceeds if the model has no such limit
 
     def __init__(
@@ -90,7 +85,7 @@ class RowsInTraining:
     ):
         self.model, self.call, self.trains = model, model if call is None else call, trains
         self.every_layer, self.unit = every_layer, probe.rounding_unit(model)
-        longest_limit, longest_flat = _LONGEST["cpu" if model.device.type == "cpu" else "accelerator"]
+        longest_limit, longest_flat = _LONGEST[model.device.type != "cpu"]
         config, positions = vars(model.config.get_text_config()), architecture.position_limits(model)
         limits = {name: x for name in _BUILT_WITH if isinstance(x := config.get(name), int) and x > 0}
         exceeding = [limit + limit // 4 for limit in limits.values() if limit <= longest_limit]
@@ -160,6 +155,8 @@ class RowsInTraining:
                 sizes = np.diff(batch.schedule.cuts).tolist()
             pieces = embedded[-len(sizes) :]
             loss = (log_probs * self.weights.to(log_probs))[[*rows]].sum() * scale
+            if batch and not loss.requires_grad:  # detached, or computed under `no_grad`
+                loss = 0.0 * pieces[0].sum()
             # Within the context, since slices are computed again in the backward pass
             found = torch.autograd.grad(loss, [*pieces, *parameters], allow_unused=True)
         filled = [torch.zeros_like(x) if y is None else y for x, y in zip(pieces, found, strict=False)]
@@ -188,7 +185,8 @@ class RowsInTraining:
         def in_rows(passes: list[Pass]) -> Pass:
             if not self.trains:
                 return passes[0]
-            of_rows = torch.stack([passes[i % 2].at_tokens[0, places] for i, places in enumerate(index)])
+            found = [passes[i % 2].at_tokens[0, places] for i, places in enumerate(index)]
+            of_rows = self.alone.at_tokens if self.unseen else torch.stack(found)
             one, other = (each.of_weights for each in passes)
             return Pass(passes[0].log_probs, of_rows, {name: x + other[name] for name, x in one.items()})
 
@@ -200,9 +198,9 @@ class RowsInTraining:
                 inputs["flat_batch"] = replace(batch, schedule=Schedule(cut_by_size(batch.layout.segments, size)))
             with torch.compiler.set_stance("default" if is_compiled else "force_eager"):
                 passes = in_groups()
-        if self.trains and not expected.at_tokens.isfinite().all():
+        if not expected.at_tokens.isfinite().all():
             return Verdict(skipped="those of a row alone are not finite")
-        for rows, found in zip(_GROUPS if self.trains else (), passes, strict=False):
+        for rows, found in zip(_GROUPS if self.trains and not self.unseen else (), passes, strict=False):
             if failure := _wrong_tokens(found.at_tokens, expected.at_tokens, index, rows):
                 return Verdict(failure=failure)
         flat = in_rows(passes)
@@ -226,7 +224,7 @@ class RowsInTraining:
                 least = math.inf  # for the few tokens of a slice, some use kernels that round more
             verdicts.append(beside(Pass.answers, least=least))
         worst = max(verdicts, key=lambda x: (math.isnan(x.error), x.error / x.tolerance))
-        return replace(worst, notes=self.notes)
+        return replace(worst, notes=(*self.notes, *self.unseen))
 
     def _beyond_positions(self, computed: int, is_random: bool) -> str:
         """What is wrong with a flat row that exceeds the model's position limits, in words; empty if nothing is."""
@@ -264,7 +262,7 @@ def check_gradients(in_training: InTraining, prefix_sharing: bool) -> Verdict:
             return reference.compare(prefix_sharing)
     except Exception as error:  # any error that a model raises on flat input becomes a verdict
         raise_if_others_wait(reference.model, error)
-        return Verdict(failure=f"{type(error).__name__}: {error}")
+        return Verdict(failure=f"{type(error).__name__}: {error}", raised=True)
 
 
 def _wrong_tokens(flat: torch.Tensor, alone: torch.Tensor, index: torch.Tensor, rows: list[int]) -> str:
@@ -273,7 +271,7 @@ def _wrong_tokens(flat: torch.Tensor, alone: torch.Tensor, index: torch.Tensor, 
     `alone` `(R, L, D)`, and `index` `(R, L)` holds the flat positions of each row's tokens.
     """
     if flat.size(1) <= index.max() or not flat.any():
-        return "no gradient reaches its input embeddings"
+        return "no gradient reaches its input embeddings, as if its answers were detached or computed under `no_grad`"
     if not flat.isfinite().all():
         return "gradients are not finite"
     touched = flat[0].any(1)

@@ -20,11 +20,12 @@ from .packed_rows import (
     PackedCall,
     PackedInTraining,
     as_it_computes,
+    as_trl_packs,
     lengths_of,
     packed_or_alone,
     seconds_of_a_token,
 )
-from .probe import LIMITS, Call, RowsAlone, check_rows, undisturbed
+from .probe import LIMITS, Call, RowsAlone, undisturbed
 from .prove import CheckResult, compare_rows, draws_of
 from .training import as_in_training, without_dropout
 
@@ -96,7 +97,8 @@ def check_packed(
         call (`Callable`, *optional*):
             A function that computes rows the way a framework does. It takes a list of rows, `(n,)` int64 tensors on the
             model's device, and returns the logits of each, `(n, vocabulary)`, in the same order. It may pack, pad or
-            reorder rows, but must compute with `model` and its input embeddings. Defaults to [`by_positions`].
+            reorder rows, but must compute with `model` and its input embeddings. By default, rows are packed as TRL
+            packs them (`packing=True` or `padding_free=True`), with all arguments that its collator makes.
         length, documents (`int`, *optional*):
             Total tokens and number of documents of the larger draw, whose longest document has five eighths of the
             tokens. By default, 2,048 tokens in 8 documents if these take only seconds, otherwise none.
@@ -118,34 +120,26 @@ def check_packed(
     if is_pooled(base):
         raise ValueError(f"`check_packed` reads logits of tokens, and {type(base).__name__} has no head for them.")
     implementation = str(upstream.attn_implementation(base))
-    by_default = f"transformers, told of rows by `position_ids` alone ({implementation})"
-    by = by_default if call is None else getattr(call, "__name__", type(call).__name__)
+    by = getattr(call, "__name__", type(call).__name__)
+    if call is None:
+        by = f"TRL's `packing=True` and `padding_free=True` ({implementation})"
+        call = partial(as_trl_packs, model, base.base_model)
     packing = Packing("positions", implementation, prefix_sharing=False, by=by)
-    packed = partial(by_positions, model) if call is None else call
     lengths = lengths_of(base, _DOCUMENTS if documents is None else documents, _LENGTH if length is None else length)
     # A call may train with dropout, or turn autocast on: dropout is off, and rows alone use the same autocast
-    with without_dropout([*model.modules()]), as_it_computes(base, packed) as failure:
+    with without_dropout([*model.modules()]), as_it_computes(base, call) as failure:
         if failure:
             return PackedResult(packing, failure=failure)
-        called = partial(packed_or_alone, model, packed)
+        called = partial(packed_or_alone, model, call)
         seconds = seconds_of_a_token(base, called)
         logits = sum(lengths) * base.config.get_text_config().vocab_size
-        takes_seconds = seconds * sum(lengths) * _LONG_PASSES <= _SECONDS and logits <= LOGITS
-        if length is None and documents is None and not takes_seconds:
+        if length is documents is None and (seconds * sum(lengths) * _LONG_PASSES > _SECONDS or logits > LOGITS):
             lengths = ()
-        every_layer = seconds * _TRAINING_TOKENS <= _SECONDS
         for draw in range(draws_of(base)):
-            result = _compare(packing, base, called, draw, lengths, every_layer)
+            result = _compare(packing, base, called, draw, lengths, seconds * _TRAINING_TOKENS <= _SECONDS)
             if result.passed or not result.isolated:
                 break
     return result
-
-
-def by_positions(model: torch.nn.Module, rows: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The logits of rows that transformers computes as one, with `position_ids` that restart at 0 for each."""
-    positions = torch.cat([torch.arange(len(row), device=row.device) for row in rows])[None]
-    logits = model(input_ids=torch.cat(rows)[None], position_ids=positions, use_cache=False).logits
-    return logits[0].split(list(map(len, rows)))
 
 
 def _compare(
@@ -160,8 +154,8 @@ def _compare(
     training = cache(partial(PackedInTraining, model, called, draw, every_layer=every_layer))
     short = RowsAlone(model, called, draw, None if narrows else evaluating)
     result = compare_rows(packing, short, training)
-    tried, left_out = [*map(len, check_rows(config.vocab_size, draw))], list[str]()
-    if result.gradients is not None and result.gradients.passed:
+    tried, left_out = [*map(len, short.rows)], list[str]()
+    if result.gradients and result.gradients.passed:
         draws: list[tuple[Sequence[int], Any]] = [(_FEW, evaluating), (lengths, evaluating)]
         if not result.gradients.skipped:  # else it is random in training, or not finite
             tried = [*map(len, training().rows)]
@@ -181,5 +175,6 @@ def _compare(
             f"windows were narrowed to less than the {max(windows)} tokens that the model has: if the call has one of "
             f"its own, give a `length` of {int(max(windows) / LONGEST) + 2} or more"
         )
-    values = vars(result)
-    return PackedResult(**values, documents=len(tried), longest=max(tried), length=sum(tried), left_out=(*left_out,))
+    return PackedResult(
+        **vars(result), documents=len(tried), longest=max(tried), length=sum(tried), left_out=tuple(left_out)
+    )

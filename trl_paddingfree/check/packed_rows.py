@@ -2,13 +2,16 @@
 
 import timeit
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import send_to_device
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..flat.batch import FlatBatch, Inputs
 from ..model import architecture
@@ -57,6 +60,17 @@ def lengths_of(model: PreTrainedModel, documents: int, length: int) -> tuple[int
     return tuple(min(n, most) for n in np.insert(others, documents // 2, longest).tolist())
 
 
+def as_trl_packs(model: torch.nn.Module, backbone: torch.nn.Module, rows: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The logits of rows that are computed as one, with the arguments that TRL's packed and padding-free SFT gives."""
+    batch = DataCollatorForLanguageModeling(0, padding_free=True)([{"input_ids": row.tolist()} for row in rows])
+    told = send_to_device(batch, rows[0].device) | {"use_cache": False}
+    del told["labels"]
+    # TRL's head calls the backbone with all of them; some models' own forward does not pass them on
+    with backbone.register_forward_pre_hook(lambda *_: ((), told), with_kwargs=True):
+        answer = model(input_ids=told["input_ids"], position_ids=told["position_ids"], use_cache=False)
+    return answer.logits[0].split([*map(len, rows)])
+
+
 @contextmanager
 def as_it_computes(model: PreTrainedModel, call: PackedCall) -> Iterator[str]:
     """
@@ -73,22 +87,21 @@ def as_it_computes(model: PreTrainedModel, call: PackedCall) -> Iterator[str]:
             found.add(torch.get_autocast_dtype(device))
 
     rows = [torch.from_numpy(row).to(model.device) for row in check_rows(model.config.get_text_config().vocab_size, 0)]
-    with undisturbed(model), ExitStack() as hooks:
-        for module in model.modules():
-            hooks.enter_context(module.register_forward_hook(note))
+    with undisturbed(model), register_module_forward_hook(note):
         try:
             answers = [call(rows), call(rows)]
         except Exception:  # raised again later, where it becomes the verdict
             answers = []
     for each in answers:
         if not isinstance(each, list | tuple) or not all(map(torch.is_tensor, each)):
-            kind = "None" if each is None else f"a {type(each).__name__}"
-            raise TypeError(f"`call` returned {kind}: it has to return a list with the logits of each row.")
-    once, again = (torch.cat([torch.zeros(1), *(x.cpu().flatten() for x in each)]) for each in answers or [[], []])
-    is_random = once.shape == again.shape and relative_error(again, once) > rounding_unit(model) ** 0.5
-    failure = "the same rows get other answers each time: it draws at random, or keeps something of earlier calls"
+            raise TypeError(f"`call` returned {type(each).__name__}, not a list with the logits of each row.")
+    is_random = any(
+        x.shape == y.shape and relative_error(y, x) > rounding_unit(model) ** 0.5
+        for x, y in zip(*answers, strict=False)
+    )
+    said = "the same rows get other answers each time: it draws at random, or keeps something of earlier calls"
     with torch.autocast(device, found.pop()) if found else nullcontext():
-        yield failure if is_random else ""
+        yield said * is_random
 
 
 def seconds_of_a_token(model: PreTrainedModel, called: Call) -> float:
@@ -101,13 +114,13 @@ def seconds_of_a_token(model: PreTrainedModel, called: Call) -> float:
 
 def packed_or_alone(model: Any, call: PackedCall, flat_batch: FlatBatch | None = None, **inputs: Any) -> Any:
     """Stands in for `model` in the check: with a flat batch, `call` computes the rows, otherwise the model does."""
-    ids, labels = inputs["input_ids"], inputs["labels"]
+    labels = inputs["labels"]
     if flat_batch is None:
         arguments = {name: inputs[name] for name in ("input_ids", "attention_mask", "use_cache")}
         flat = FlatModel.of(model)
-        with flat.padded.aside() if flat is not None and flat.padded is not None else nullcontext():
+        with flat.padded.aside() if flat and flat.padded else nullcontext():
             return SimpleNamespace(log_probs=log_probs_of(model(**arguments).logits, labels))
-    rows = [row[mask] for row, mask in zip(ids, inputs["attention_mask"].bool(), strict=True)]
+    rows = [row[mask] for row, mask in zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)]
     answers = [*call(rows)]
     if [x.shape[:1] for x in answers] != [row.shape for row in rows]:
         raise ValueError(
@@ -130,8 +143,8 @@ class LongRows(RowsAlone):
         self.rows = [rng.integers(0, self.vocab_size, n) for n in lengths]
         # Within a document, tokens by which a call may take it for padding, or for two documents
         longest = max(self.rows, key=len)
-        pad, eos = (architecture.config_value(config, name) for name in ("pad_token_id", "eos_token_id"))
-        ends = [x for x in (pad, *np.atleast_1d(eos)) if x in range(self.vocab_size)]
+        named = (np.atleast_1d(architecture.config_value(config, name)) for name in ("pad_token_id", "eos_token_id"))
+        ends = [x for ids in named for x in ids if x in range(self.vocab_size)]
         longest[1 : 1 + len(ends)] = ends
         with self.trying():
             self.alone = self.answers(self.rows)
@@ -164,22 +177,24 @@ class PackedInTraining(RowsInTraining):
             with super().watched(inputs) as embedded:
                 yield embedded
             return
-        rows = inputs["flat_batch"].to_rows()
-        ends = np.cumsum([0, *map(len, rows)]).tolist()
+        n, rows = self.length, [row.tolist() for row in self.rows]
+        missing = {0, 1, 2, 3}
         embeddings: Any = self.model.get_input_embeddings()
-        # Zeros that are added to the embeddings, and so have the same gradients
-        added = torch.zeros(1, ends[-1], embeddings.weight.size(-1), device=inputs["input_ids"].device)
-        added = added.to(embeddings.weight.dtype).requires_grad_()
+        # Zeros that are added to the embeddings, and so have the same gradients; the last is for tokens of no row
+        shape = 1, 4 * n + 1, embeddings.weight.size(-1)
+        added = torch.zeros(shape, dtype=embeddings.weight.dtype, device=inputs["input_ids"].device).requires_grad_()
 
         def add(module, args, output):
-            tokens = args[0].flatten().cpu()
-            for row, end in zip(rows, ends[1:], strict=True):
-                windows = tokens.unfold(0, len(row), 1) if len(tokens) >= len(row) else tokens.new_empty(0, len(row))
-                for place in (windows == torch.tensor(row)).all(1).nonzero()[:, 0].tolist():
-                    where = torch.arange(place, place + len(row), device=output.device)
-                    zeros = added[0, end - len(row) : end].to(output.dtype)
-                    output = output.flatten(0, -2).index_add(0, where, zeros).view(output.shape)
-            return output
+            tokens = args[0].flatten().tolist()
+            sources = [-1] * len(tokens)
+            for i, row in enumerate(rows):
+                for place in range(len(tokens) - n + 1):
+                    if tokens[place : place + n] == row:
+                        sources[place : place + n] = range(i * n, i * n + n)
+                        missing.discard(i)
+            return output + added[0, sources].view_as(output)
 
         with embeddings.register_forward_hook(add):
             yield [added]
+        if missing:
+            self.unseen = ("gradients at the embeddings were not compared, as these do not get all rows as they are",)

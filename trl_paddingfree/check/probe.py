@@ -31,6 +31,8 @@ _TF32 = 2.0**-10
 # the limits of real models would take rows of thousands of tokens
 LIMITS = ("sliding_window", "attention_chunk_size", "floor_scale", "keep_window_size", "index_topk")
 _NARROW = 8
+# Placeholders for images and the like, as configurations name them
+_PLACEHOLDERS = ("image_token_id", "audio_token_id", "video_token_id")
 
 Call = Callable[..., Any]
 Trying = Callable[[], AbstractContextManager[None]]
@@ -114,7 +116,8 @@ def check_rows(vocab_size: int, draw: int) -> list[np.ndarray]:
 def long_rows(model: PreTrainedModel, length: int, draw: int) -> list[np.ndarray]:
     """
     Four rows of `length` tokens; the first and second share a prefix, the third and fourth another. No token is the
-    padding token, whose embedding is zero in many models: norms amplify its gradient, and the rounding in it.
+    padding token, whose embedding is zero in many models: norms amplify its gradient, and the rounding in it. Nor is
+    any a placeholder for images and the like, which a model may replace before it embeds tokens.
     """
     vocab_size, shared = model.config.get_text_config().vocab_size, int(length * SHARED)
     first, second, third, fourth = np.random.default_rng(draw).integers(0, vocab_size, (4, length))
@@ -122,8 +125,9 @@ def long_rows(model: PreTrainedModel, length: int, draw: int) -> list[np.ndarray
     for row, continued in ((second, first), (fourth, third)):
         row[:shared] = continued[:shared]
         row[shared] = (continued[shared] + 2) % vocab_size
-    padding = vars(model.get_input_embeddings()).get("padding_idx")
-    return [np.where(row == padding, (row + 1) % vocab_size, row) for row in (first, second, third, fourth)]
+    unlike = [vars(model.get_input_embeddings()).get("padding_idx"), *map(vars(model.config).get, _PLACEHOLDERS)]
+    others = np.array([x for x in range(vocab_size) if x not in unlike])
+    return [np.where(np.isin(row, others), row, others[row % len(others)]) for row in (first, second, third, fourth)]
 
 
 def row_inputs(model: PreTrainedModel, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> Inputs:

@@ -91,23 +91,23 @@ class CheckResult:
     @property
     def isolated(self) -> bool:
         """Whether rows do not see one another."""
-        return self.leak <= self.leak_tolerance and (self.gradients is None or not self.gradients.failure)
+        return self.leak <= self.leak_tolerance and not (self.gradients and self.gradients.failure)
 
     @property
     def passed(self) -> bool:
         """Whether the model may train this way."""
-        trains = self.gradients is None or self.gradients.passed
-        return not self.failure and self.error <= self.tolerance and self.isolated and trains
+        answers = not self.failure and self.error <= self.tolerance
+        return answers and self.isolated and (self.gradients is None or self.gradients.passed)
 
     @property
     def not_compared(self) -> tuple[str, ...]:
         """What was not compared, and why. Until it is, the model cannot be called exact."""
-        return () if self.gradients is None else self.gradients.not_compared
+        return self.gradients.not_compared if self.gradients else ()
 
     @property
     def verdict(self) -> str:
         """What was found, in one word."""
-        if self.failure:
+        if self.failure or (self.gradients and self.gradients.raised):
             return "failed"
         leaks = self.leak > self.leak_tolerance or " gets gradient from row " in str(self.gradients)
         return "exact" if self.passed else "LEAKS" if leaks else "INEXACT"
@@ -163,19 +163,19 @@ def compare_rows(
                 movements += [root_mean_square(changed[row] - flat[row]) for row in staying]
         except Exception as error:  # any error that a model raises on flat input becomes a verdict
             raise_if_others_wait(reference.model, error)
-            if in_training is not None:
+            if in_training:
                 agree(False)  # processes whose model has answered call this below
             return CheckResult(route, failure=f"{type(error).__name__}: {error}")
     figures = (reference.noise, max(movements), reference.effect, reference.tolerance, reference.leak_tolerance)
     result = CheckResult(route, reference.difference(flat, reference.alone), *figures)
-    if in_training is None or not agree(result.passed):
+    if not in_training or not agree(result.passed):
         return result
     return replace(result, gradients=check_gradients(in_training, route.prefix_sharing))
 
 
 def why_refused(model: PreTrainedModel, failed: list[CheckResult]) -> list[str]:
     """Why flat batches of `model` fail, in sentences for the error; `failed` is what was found on each route."""
-    in_training = [result.gradients.reason for result in failed if result.gradients is not None]
+    in_training = [result.gradients.reason for result in failed if result.gradients]
     if reasons := [f"As it trains, {reason.rstrip('.')}." for reason in dict.fromkeys(in_training) if reason]:
         return reasons
     if (group := FlatModel.group_of(model)) is not None:
@@ -279,7 +279,7 @@ def prove(
             result = check_flat(model, candidate, reference(draw), trained, agree)
             if agree(result.passed):
                 return replace(result, gradients=Verdict(skipped=no_gradients)) if no_gradients else result, failed
-            if result.gradients is not None and result.gradients.unmendable:
+            if result.gradients and result.gradients.unmendable:
                 raise UnprovenModelError(
                     f"{type(model).__name__} cannot be trained as it is loaded, with padding either: "
                     f"{result.gradients.failure}."

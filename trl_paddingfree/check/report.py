@@ -37,7 +37,7 @@ class ModelReport:
         return {
             **{name: vars(self)[name] for name in ("model", "device", "dtype", "attn_implementation")},
             "passed": self.chosen is not None,
-            "chosen": None if self.chosen is None else as_dict(self.chosen),
+            "chosen": self.chosen and as_dict(self.chosen),
             "refusal": self.refusal,
             "routes": [
                 {"backend": backend, "results": [*map(as_dict, results)], "reasons": reasons}
@@ -50,14 +50,14 @@ def as_dict(result: CheckResult) -> dict[str, object]:
     """What the check found as plain values, for JSON."""
     figures = {name: vars(result)[name] for name in ("error", "tolerance", "noise", "leak", "effect")}
     figures["smallest_mistake"] = result.smallest_mistake
-    if result.gradients is not None:
+    if result.gradients:
         figures |= {"gradient_error": result.gradients.error, "gradient_tolerance": result.gradients.tolerance}
     return {
         "backend": result.route.backend,
         "attn_implementation": result.route.previous,
         "prefix_sharing": result.prefix_sharing,
         "passed": result.passed,
-        "failure": result.failure or ("" if result.gradients is None else result.gradients.reason),
+        "failure": result.failure or (result.gradients.reason if result.gradients else ""),
         "not_compared": [*result.not_compared],
         **{name: value if math.isfinite(value) else None for name, value in figures.items()},  # JSON has no NaN
     }

@@ -27,8 +27,8 @@ Output: TypeAlias = torch.Tensor | tuple  # of a layer
 _MOVED = 0.02
 # The most entries of gradients that are held at once
 _ENTRIES = 2**30
-# The most parameters of a model whose layers are all tried: with larger ones, that takes too long
-_MOST = {"cpu": 2**25, "accelerator": 2**30}
+# The most parameters of a model whose layers are all tried, on the CPU and on accelerators: larger ones take too long
+_MOST = 2**25, 2**30
 # Counter of passes that failed here, and how long to wait for other processes to fail, too
 _FAILURES, _SECONDS = count(), 20.0
 # Attributes that do not tell kinds of layers apart: place in the stack, mode, and containers of modules and tensors
@@ -47,8 +47,7 @@ def as_in_training(
     yields, in words, what it leaves out. Everything is restored afterwards.
     """
     if every_layer is None:  # only if that takes seconds
-        most = _MOST["cpu" if model.device.type == "cpu" else "accelerator"]
-        every_layer = sum(p.numel() for p in model.parameters()) <= most
+        every_layer = sum(p.numel() for p in model.parameters()) <= _MOST[model.device.type != "cpu"]
     roots = (model, call) if isinstance(call, torch.nn.Module) else (model,)
     modules = [*dict.fromkeys(module for root in roots for module in root.modules())]
     with (

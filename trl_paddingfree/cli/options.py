@@ -184,7 +184,7 @@ def make_parser() -> OneLineParser:
     option("model", "hub name or folder of a causal language model or of a reward model")
     option("--dtype", "dtype of the weights", "auto", choices=["auto", "float32", "float16", "bfloat16"])
     option("--attn_implementation", "load the model with this implementation, and try no other")
-    option("--packed", "check transformers' own packed rows instead of flat batches", action="store_true")
+    option("--packed", "check rows packed as TRL packs them instead of flat batches", action="store_true")
 
     for task, data in TRAINING.items():
         commands.add_parser(task, help=f"train {data}: `trl {task}`, without padding", add_help=False)
