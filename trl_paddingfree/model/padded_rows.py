@@ -12,7 +12,8 @@ from .flat_model import FlatModel
 # Arguments of a call that the flat batch replaces
 ROWS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache", *CACHES)
 # Arguments for heads, which no layer reads
-OF_HEADS = ("labels", "shift_labels", "logits_to_keep", "num_items_in_batch")
+_LABELS = ("labels", "shift_labels")
+OF_HEADS = (*_LABELS, "logits_to_keep", "num_items_in_batch")
 _OUTPUTS = ("output_hidden_states", "output_attentions")
 
 Places = tuple[torch.Tensor, torch.Tensor]  # rows, and columns counted from the end
@@ -40,7 +41,7 @@ class PaddedRows:
 
     def _why_no_rows(self, inputs: Inputs) -> str:
         """Why the arguments of a call, whatever their values, are not plain rows; empty if they may be."""
-        rows, mask, positions = map(inputs.get, ("input_ids", "attention_mask", "position_ids"))
+        rows = inputs.get("input_ids")
         known = {*ROWS, *OF_HEADS, *self.ignored}
         extra = [name for name, x in inputs.items() if name not in known and isinstance(x, torch.Tensor | list | tuple)]
         if not torch.is_tensor(rows) or rows.ndim != 2 or inputs.get("inputs_embeds") is not None:
@@ -61,16 +62,18 @@ class PaddedRows:
             return "given `labels`, its head reads padding, or what it has of rows by other arguments"
         if extra:
             return f"`{extra[0]}` comes with its rows, of which a flat batch knows nothing"
-        if mask is not None and not (torch.is_tensor(mask) and mask.shape == rows.shape):
-            return "its `attention_mask` is not one number for each token"
-        if positions is not None and positions.shape not in (rows.shape, (1, rows.size(1))):
-            return "its `position_ids` are not one number for each token"
+        # Labels of columns that a call keeps are of other shapes: which of them score padding is not known
+        of_tokens = () if self.flat_model.is_pooled else _LABELS
+        for name, x in ((name, inputs.get(name)) for name in ("attention_mask", "position_ids", *of_tokens)):
+            shapes = (rows.shape, (1, rows.size(1))) if name == "position_ids" else (rows.shape,)
+            if x is not None and not (torch.is_tensor(x) and x.shape in shapes):
+                return f"its `{name}` has another shape than one number for each token"
         return ""
 
     def _flat_batch_of(self, inputs: Inputs) -> tuple[FlatBatch | str, Places | None]:
         """The flat batch or why there is none, from values copied to the host; where padding predicts first tokens."""
         rows = inputs["input_ids"]
-        labels = () if self.classifies_rows else ("labels", "shift_labels")
+        labels = () if self.classifies_rows else _LABELS
         given = {name: inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids", *labels)}
         shapes = (rows.shape, (1, rows.size(1)))
         values = _on_host({k: x.expand_as(rows) for k, x in given.items() if torch.is_tensor(x) and x.shape in shapes})
@@ -94,7 +97,7 @@ class PaddedRows:
             return "its `position_ids` start again or leave some out, as in packed rows", None
         if reason := self._why_padding_counts(ids, real, values):
             return reason, None
-        places, has_labels = self._first_predictions(inputs, real), {"labels", "shift_labels"} & values.keys()
+        places, has_labels = self._first_predictions(inputs, real), values.keys() & _LABELS
         if places and not has_labels and (self.scores_first is not False or not torch.is_grad_enabled()):
             reason = (
                 "it has padding on the left, and its loss may score the first token of a row, which padding predicts: "
