@@ -2,12 +2,14 @@
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import peft
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import T5Config, T5ForConditionalGeneration
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tests.anywhere.test_calls import (
     TOLERANCE,
@@ -124,18 +126,30 @@ def test_windows_that_were_changed_for_masks_alone_are_those_of_masks():
     assert_same_logits(model, padding_free(copy.deepcopy(model)), unlabelled(width=700))
 
 
-def test_a_head_may_answer_with_its_logits_alone():
+@dataclass
+class Valued(CausalLMOutputWithPast):
+    """An output with a field that has the name of a method."""
+
+    values: torch.Tensor | None = None
+
+
+@pytest.mark.parametrize("made", [lambda output: output.logits, lambda output: Valued(**output, values=output.logits)])
+def test_a_head_may_answer_with_its_logits_alone_or_with_more(made):
     model = make_model()
 
     class Head(type(model)):
         def forward(self, **kwargs):
-            return super().forward(**kwargs).logits
+            return made(super().forward(**kwargs))
 
     model.__class__ = Head
-    given, ours = rows("right"), padding_free(copy.deepcopy(model), check=False)  # the check reads losses, too
-    real = given["attention_mask"].bool()
-    assert torch.allclose(ours(**given)[real], model(**given)[real], atol=TOLERANCE)
-    assert_is_flat(ours)
+    ours = padding_free(copy.deepcopy(model), check=False)  # the check reads losses, too
+    for given in (rows("right"), unlabelled(), rows("left")):
+        expected, found = (each(**given) for each in (model, ours))
+        if isinstance(expected, Valued):
+            expected, found = expected["values"], found["values"]
+        real = given["attention_mask"].bool()
+        assert torch.allclose(found[real], expected[real], atol=TOLERANCE)
+        assert_is_flat(ours)
 
 
 def test_a_loss_of_zero_does_not_say_what_is_read():
