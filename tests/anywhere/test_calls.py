@@ -50,9 +50,9 @@ def unlabelled(side="right", **options):
     return {key: x for key, x in rows(side, **options).items() if key != "labels"}
 
 
-def both(model_type="llama", **options):
+def both(model_type="llama", use_cache=False, **options):
     """A tiny model, and a copy of which padded calls are flat."""
-    model = in_float64(tiny_model(model_type, **options))
+    model = in_float64(tiny_model(model_type, use_cache=use_cache, **options))
     return model, padding_free(copy.deepcopy(model))
 
 
@@ -186,18 +186,18 @@ def test_calls_of_other_kinds_compute_as_before_and_say_so_once(case, caplog):
     assert said in message
 
 
-@torch.no_grad()
-def test_calls_without_gradients_that_make_a_cache_compute_as_before():
-    _, ours = both()
-    assert ours(**unlabelled()).past_key_values is not None
+def test_calls_that_make_a_cache_compute_as_before_but_in_training():
+    _, ours = both(use_cache=True)
+    for training, gradients in ((False, True), (True, False)):
+        with torch.set_grad_enabled(gradients):
+            assert ours.train(training)(**unlabelled()).past_key_values is not None
     assert counts_of(ours) == NOTHING
-    ours.config.use_cache = False
     ours(**unlabelled())
     assert_is_flat(ours)
 
 
 def test_generation_is_as_before():
-    model, ours = both()
+    model, ours = both(use_cache=True)
     given = unlabelled("left")
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(model.generate(**given, **options), ours.generate(**given, **options))
@@ -224,7 +224,7 @@ def test_outputs_that_a_call_declines_are_left_out_whatever_the_configuration_sa
 
 @pytest.mark.parametrize("name", ["rwkv", "xlstm"])
 def test_states_of_layers_are_no_answers(name):
-    model, ours = both(name, use_cache=False)
+    model, ours = both(name)
     assert_same_loss(model, ours, {name: x for name, x in rows("right").items() if name != "attention_mask"})
 
 
@@ -314,7 +314,7 @@ def test_losses_of_routers_are_those_of_padded_rows(name):
 
 
 def test_router_losses_that_count_padding_are_left_to_the_model(monkeypatch):
-    model = tiny_model("mixtral", output_router_logits=True)
+    model = tiny_model("mixtral", output_router_logits=True, use_cache=False)
     module = __import__(type(model).__module__, fromlist=["_"])
     loss = module.load_balancing_loss_func
     monkeypatch.setattr(
@@ -332,7 +332,7 @@ def test_router_losses_that_count_padding_are_left_to_the_model(monkeypatch):
 def test_heads_that_classify(side):
     given = rows(side)
     labels = given.pop("labels")
-    config = make_model(num_labels=4).config
+    config = make_model(num_labels=4, use_cache=False).config
     for head, targets in (
         (AutoModelForSequenceClassification, torch.arange(5) % 4),
         (AutoModelForTokenClassification, labels.remainder(4).masked_fill(labels < 0, -100)),

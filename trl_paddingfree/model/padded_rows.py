@@ -48,8 +48,8 @@ class PaddedRows:
             return "it is given embeddings in place of `input_ids` of shape `(rows, tokens)`"
         if any(inputs.get(name) is not None for name in CACHES) or inputs.get("use_cache") is True:
             return "it computes with a cache"
-        if not torch.is_grad_enabled() and self._wants(inputs, "use_cache"):
-            return "without gradients it makes a cache; where none is needed, set `model.config.use_cache = False`"
+        if not (self.model.training and torch.is_grad_enabled()) and self._wants(inputs, "use_cache"):
+            return "out of training it makes a cache; where none is needed, set `model.config.use_cache = False`"
         if rows.size(1) == 1:
             return "its rows have one token"
         if inputs.get("is_causal", vars(self.model.config.get_text_config()).get("is_causal")) is False:
