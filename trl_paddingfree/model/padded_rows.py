@@ -121,11 +121,11 @@ class PaddedRows:
 
     def _why_padding_counts(self, ids: torch.Tensor, real: torch.Tensor, values: dict[str, torch.Tensor]) -> str:
         """Why the answer would depend on what the model computes for padding; empty if it does not."""
-        for name in values.keys() & {"labels", "shift_labels"}:
-            # The head of a language model scores the label of the next token
+        for name in values.keys() & _LABELS:
+            scored = values[name] != IGNORE_INDEX
+            # The heads of most language models score the label of the next token, those of some (Whisper) their own
             moves = name == "labels" and not self.flat_model.is_pooled
-            scored = (values[name] != IGNORE_INDEX)[:, int(moves) :]
-            if (scored & ~real[:, : scored.size(1)]).any():
+            if (scored & ~real).any() or moves and (scored[:, 1:] & ~real[:, :-1]).any():
                 return f"`{name}` has others than {IGNORE_INDEX} where padding would be scored"
         if self.classifies_rows:
             padding = self.model.config.get_text_config().pad_token_id  # the head finds the last token by this id
