@@ -170,7 +170,7 @@ def calls_of_other_kinds():
         "boundaries": ({**given, "cu_seq_lens_q": torch.tensor([0, 20])}, "`cu_seq_lens_q`"),
         # In the first column of padding alone: some heads do not shift labels
         "scored padding": ({**given, "labels": labels.masked_fill(mask.diff(prepend=mask[:, :1]) < 0, 7)}, "be scored"),
-        "labels kept": ({**given, "labels": ids[:, -4:], "logits_to_keep": 4}, "`labels` has another shape"),
+        "labels kept": ({**given, "labels": ids[:, -4:], "logits_to_keep": 4}, "`labels` is not one number"),
     }
 
 
@@ -351,6 +351,10 @@ def test_a_head_that_would_read_padding_is_left_alone():
     ours(**padded)
     (said,) = FlatModel.of(ours).padded.said
     assert "config.pad_token_id=0" in said
+    config = make_model(pad_token_id=None).config
+    padding_free(AutoModelForTokenClassification.from_config(config))  # it reads all tokens
+    with pytest.raises(ValueError, match=r"set `model.config.pad_token_id`"):
+        padding_free(AutoModelForSequenceClassification.from_config(config))
     several = padding_free(AutoModelForSequenceClassification.from_config(make_model(num_labels=20).config))
     several.config.problem_type = "multi_label_classification"
     assert several(**given, labels=torch.zeros(5, 20)).loss.isfinite(), "labels as wide as rows are no labels of tokens"

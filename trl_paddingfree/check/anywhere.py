@@ -2,6 +2,7 @@
 
 import inspect
 import time
+from collections.abc import Iterable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from ..model.adapters import why_padded
 from ..model.compiled import compile_layers
 from ..model.flat_model import FlatModel
 from ..model.forward import is_pooled
-from ..model.padded import PaddedCalls
+from ..model.padded import PaddedCalls, refuse_shared
 from ..model.restored import attributes_set
 from ..model.routes import choose_route
 from .comparison import HALF_DIGITS_FACTOR, relative_error, root_mean_square
@@ -26,6 +27,8 @@ from .prove import UnprovenModelError, prove
 from .slices import prove_slices
 
 logger = logging.get_logger(__name__)
+
+_INSIDE = "If this is a wrapper of your own, call `padding_free` with the model in it: the model itself is changed"
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -72,6 +75,7 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True, 
         raise ValueError(f"{reason}, or leave the call of `padding_free` out.")
     if base.base_model is base and base.get_output_embeddings() is None:
         raise ValueError(f"{type(base).__name__} is a backbone: call `padding_free` with the model that has a head.")
+    refuse_shared(base)
     start = time.perf_counter()
     route = choose_route(base, prefix_sharing=prefix_sharing, dtype=compute_dtype(base))
     before = upstream.attn_implementation(base)
@@ -142,11 +146,17 @@ class _CallWithRows:
         """The `log_probs` of rows, or the `logits` of a pooled head, and the whole `output` of the model."""
         left = ("fused_lm_head",) if with_labels else ("fused_lm_head", "labels")
         with nullcontext() if is_flat else self.calls.aside():
-            output = self.model(**{name: x for name, x in inputs.items() if name not in left})
-        if "logits" not in output:
+            given = {name: x for name, x in inputs.items() if name not in left}
+            try:
+                output = self.model(**given)
+            except TypeError as error:
+                error.add_note(f"`padding_free` calls what it proves with {_listed(given)} by name. {_INSIDE}.")
+                raise
+        names = output if isinstance(output, dict) else {type(output).__name__: output}
+        if "logits" not in names:
             raise ValueError(
-                f"`padding_free` proves a model by its `logits`, and {type(self.base).__name__} answers with "
-                f"{', '.join(f'`{name}`' for name in output)}: its head may read padding."
+                f"`padding_free` proves a model by its `logits`, and {type(self.model).__name__} answers with "
+                f"{_listed(names)}: its head may read padding. {_INSIDE}."
             )
         if not is_pooled(self.base):
             return SimpleNamespace(log_probs=log_probs_of(output.logits, inputs["labels"]), output=output)
@@ -191,6 +201,10 @@ class _CallWithRows:
             answers = self.both(right, with_labels=True)  # of losses, each by itself: they are small beside the others
             flat, padded = ((x.log_probs, x.output.get("loss", torch.zeros(()))) for x in answers)
             calls.with_labels = max(map(relative_error, flat, padded)) <= HALF_DIGITS_FACTOR * half_digits
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def log_probs_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

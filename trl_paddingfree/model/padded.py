@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 from transformers.utils import logging
 
@@ -241,6 +242,17 @@ class PaddedCalls(PaddedRows):
                 f"The attention of {type(model).__name__} was set to {str(name)!r} since `padding_free` has proven it "
                 f"with {route.previous!r}. Call `padding_free` again."
             )
+
+
+def refuse_shared(model: PreTrainedModel) -> None:
+    """Reject a model whose backbone computes the calls of another one flat."""
+    backbone = model.base_model
+    if mark_of(backbone, ATTRIBUTE) and (other := vars(backbone)[ATTRIBUTE][0].model) is not model:
+        raise ValueError(
+            f"{type(model).__name__} shares its {type(backbone).__name__} with a {type(other).__name__} that "
+            "`padding_free` was called with, and whose calls it computes. Give each model a backbone of its own, or "
+            "call `padding_free` with one of them, and `FlatModel.of(other).padded.remove()` for the other."
+        )
 
 
 def _without_rows(inputs: Inputs) -> Inputs:

@@ -25,7 +25,7 @@ class PaddedRows:
     def __init__(self, flat_model: FlatModel):
         self.flat_model = flat_model
         self.model = model = flat_model.model
-        self.classifies_rows = type(model).__name__.endswith("ForSequenceClassification")
+        self.classifies_rows = architecture.classifies_rows(model)
         self.counts_by_mask = architecture.counts_positions_by_mask(model)
         # Token types, which tokenizers return even for models that do not take them
         self.ignored = {*TYPE_ROWS} - inspect.signature(model.base_model.forward).parameters.keys()
@@ -67,7 +67,7 @@ class PaddedRows:
         for name, x in ((name, inputs.get(name)) for name in ("attention_mask", "position_ids", *of_tokens)):
             shapes = (rows.shape, (1, rows.size(1))) if name == "position_ids" else (rows.shape,)
             if x is not None and not (torch.is_tensor(x) and x.shape in shapes):
-                return f"its `{name}` has another shape than one number for each token"
+                return f"its `{name}` is not one number for each token"
         return ""
 
     def _flat_batch_of(self, inputs: Inputs) -> tuple[FlatBatch | str, Places | None]:
