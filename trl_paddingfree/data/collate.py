@@ -242,7 +242,11 @@ def concatenated_inputs(
     pad_to_multiple_of: int | None = None,
 ) -> Inputs:
     """
-    Turn preference pairs into the inputs of a model: all chosen sequences first, then all rejected ones.
+    Lay preference pairs out as tensors: all chosen sequences first, then all rejected ones.
+
+    No model of transformers reads `kv_index`, and none raises an error: rows that share prefixes are for attention of
+    your own. Call a model with them only with `prefix_sharing=False`. To compute shared prefixes once, give a model that
+    has a [`FlatModel`] the padded rows with their `flat_batch`, as [`PreferenceCollator`] makes them.
 
     Args:
         examples (`list[dict[str, list[int]]]`):
@@ -261,7 +265,8 @@ def concatenated_inputs(
         `position_ids` and `labels`, all of shape `(2B, L)`, int64.
         Flat: `input_ids`, `position_ids` and `shift_labels` of shape `(1, T)`, int64; the boundaries `cu_seq_lens_q`
         and `cu_seq_lens_k` of shape `(N+1,)`, int32, with `max_length_q` and `max_length_k` as ints; `kv_index` of
-        shape `(S,)`, int64, the flat position of every key/value row, or `None` when nothing is shared.
+        shape `(S,)`, int64, the flat position of every key/value row, or `None` when nothing is shared; and
+        `use_cache`, which is `False`: with a cache, models of transformers do not see where a sequence begins.
 
     >>> from trl_paddingfree import concatenated_inputs
     >>> pair = {"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5], "rejected_ids": [6]}
@@ -274,6 +279,14 @@ def concatenated_inputs(
     ([0, 5, 7], [0, 5, 9], [0, 1, 2, 3, 4, 0, 1, 5, 6])
     >>> concatenated_inputs([pair], prefix_sharing=False)["input_ids"]
     tensor([[1, 2, 3, 4, 5, 1, 2, 3, 6]])
+
+    A model computes such a row as it computes its sequences:
+
+    >>> from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
+    >>> model = make_model(make_tokenizer(["an apple a day"]), num_hidden_layers=2).eval()
+    >>> logits = model(**concatenated_inputs([pair], prefix_sharing=False)).logits
+    >>> torch.allclose(logits[:, -4:], model(torch.tensor([[1, 2, 3, 6]])).logits, atol=1e-5)
+    True
     """
     collator = PreferenceCollator(
         pad_token_id, max_length, truncation_mode, pad_to_multiple_of, prefix_sharing=prefix_sharing
@@ -294,4 +307,5 @@ def concatenated_inputs(
         "max_length_q": layout.segments.max_seqlen_q,
         "max_length_k": layout.segments.max_seqlen_k,
         "kv_index": layout.kv_index,
+        "use_cache": False,
     }
