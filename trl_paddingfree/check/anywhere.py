@@ -2,7 +2,6 @@
 
 import inspect
 import time
-from collections.abc import Iterable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -18,7 +17,7 @@ from ..model.adapters import why_padded
 from ..model.compiled import compile_layers
 from ..model.flat_model import FlatModel
 from ..model.forward import is_pooled
-from ..model.padded import PaddedCalls, refuse_shared
+from ..model.padded import PaddedCalls
 from ..model.restored import attributes_set
 from ..model.routes import choose_route
 from .comparison import HALF_DIGITS_FACTOR, relative_error, root_mean_square
@@ -28,7 +27,11 @@ from .slices import prove_slices
 
 logger = logging.get_logger(__name__)
 
-_INSIDE = "If this is a wrapper of your own, call `padding_free` with the model in it: the model itself is changed"
+_PROVEN_BY = (
+    "`padding_free` proves a model by the `logits` that it names in its answers to calls with `input_ids`, "
+    "`attention_mask`, `labels` and `use_cache`. If this is a wrapper of your own, call `padding_free` with the model "
+    "in it, which is changed in place."
+)
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -75,7 +78,6 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True, 
         raise ValueError(f"{reason}, or leave the call of `padding_free` out.")
     if base.base_model is base and base.get_output_embeddings() is None:
         raise ValueError(f"{type(base).__name__} is a backbone: call `padding_free` with the model that has a head.")
-    refuse_shared(base)
     start = time.perf_counter()
     route = choose_route(base, prefix_sharing=prefix_sharing, dtype=compute_dtype(base))
     before = upstream.attn_implementation(base)
@@ -144,19 +146,18 @@ class _CallWithRows:
 
     def answers(self, inputs: Inputs, is_flat: bool = False, with_labels: bool = False) -> Any:
         """The `log_probs` of rows, or the `logits` of a pooled head, and the whole `output` of the model."""
-        left = ("fused_lm_head",) if with_labels else ("fused_lm_head", "labels")
+        left = ("fused_lm_head", "labels")[: 2 - with_labels]
         with nullcontext() if is_flat else self.calls.aside():
-            given = {name: x for name, x in inputs.items() if name not in left}
             try:
-                output = self.model(**given)
+                output = self.model(**{name: x for name, x in inputs.items() if name not in left})
             except TypeError as error:
-                error.add_note(f"`padding_free` calls what it proves with {_listed(given)} by name. {_INSIDE}.")
+                error.add_note(_PROVEN_BY)
                 raise
-        names = output if isinstance(output, dict) else {type(output).__name__: output}
+        names = output if isinstance(output, dict) else (type(output).__name__,)
         if "logits" not in names:
+            answer = ", ".join(f"`{name}`" for name in names)
             raise ValueError(
-                f"`padding_free` proves a model by its `logits`, and {type(self.model).__name__} answers with "
-                f"{_listed(names)}: its head may read padding. {_INSIDE}."
+                f"{type(self.model).__name__} answers with {answer}: its head may read padding. {_PROVEN_BY}"
             )
         if not is_pooled(self.base):
             return SimpleNamespace(log_probs=log_probs_of(output.logits, inputs["labels"]), output=output)
@@ -179,10 +180,7 @@ class _CallWithRows:
         calls.with_left_padding = calls.with_routers = calls.with_labels = True  # whatever an earlier check has found
         rows, half_digits = check_rows(config.vocab_size, draw=0), rounding_unit(self.base) ** 0.5
         right = row_inputs(self.base, rows)
-        lengths = right["attention_mask"].sum(1, keepdim=True)
-        width = int(lengths.max())
-        order = (torch.arange(width, device=lengths.device) + lengths) % width
-        left = {name: x.gather(1, order) if torch.is_tensor(x) else x for name, x in right.items()}
+        left = {name: x.flip(1) if torch.is_tensor(x) else x for name, x in right.items()}  # rows the other way round
         if not pooled:  # without the first token of each row, which padding would predict
             mask = left["attention_mask"].bool()
             has_context = mask & torch.nn.functional.pad(mask, (1, -1))
@@ -194,17 +192,13 @@ class _CallWithRows:
         calls.with_left_padding = root_mean_square(flat - padded) <= tolerance
         if architecture.config_value(config, "output_router_logits") is not None:
             # Far more padding than tokens: a router loss that counts padding differs by more than rounding
-            wide = {**row_inputs(self.base, rows, 4 * width), "output_router_logits": True}
+            wide = {**row_inputs(self.base, rows, 4 * right["input_ids"].size(1)), "output_router_logits": True}
             flat, padded = (x.output.get("aux_loss") for x in self.both(wide))
             calls.with_routers = flat is None or relative_error(flat, padded) <= half_digits
         if not pooled and "labels" in inspect.signature(self.base.forward).parameters:
             answers = self.both(right, with_labels=True)  # of losses, each by itself: they are small beside the others
             flat, padded = ((x.log_probs, x.output.get("loss", torch.zeros(()))) for x in answers)
             calls.with_labels = max(map(relative_error, flat, padded)) <= HALF_DIGITS_FACTOR * half_digits
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
 
 
 def log_probs_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

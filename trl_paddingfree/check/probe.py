@@ -13,7 +13,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
-from ..model.architecture import classifies_rows
 from ..model.forward import is_pooled
 from ..model.restored import attributes_set, random_state_restored
 from ..model.state_layers import carries_state, in_small_chunks, is_state_layer
@@ -131,12 +130,12 @@ def row_inputs(model: PreTrainedModel, rows: Rows, width: int = 0, prefix_sharin
     """A model's arguments for rows, padded to at least `width`, with a flat batch unless `prefix_sharing=None`."""
     pooled = is_pooled(model)
     pad_token_id = model.config.get_text_config().pad_token_id if pooled else 0
-    if pad_token_id is None and classifies_rows(model):
+    if pad_token_id is None and type(model).__name__.endswith("ForSequenceClassification"):
         raise ValueError(
             f"{type(model).__name__} finds the end of a row by `config.pad_token_id`, which is not set: set "
             "`model.config.pad_token_id` to the token that pads your rows."
         )
-    lengths = [len(row) for row in rows]
+    lengths = [*map(len, rows)]
     input_ids = torch.full((len(rows), max(width, *lengths)), pad_token_id or 0)
     for padded, row in zip(input_ids, rows, strict=True):
         padded[: len(row)] = torch.from_numpy(row)

@@ -245,8 +245,8 @@ def concatenated_inputs(
     Lay preference pairs out as tensors: all chosen sequences first, then all rejected ones.
 
     No model of transformers reads `kv_index`, and none raises an error: rows that share prefixes are for attention of
-    your own. Call a model with them only with `prefix_sharing=False`. To compute shared prefixes once, give a model that
-    has a [`FlatModel`] the padded rows with their `flat_batch`, as [`PreferenceCollator`] makes them.
+    your own. Call a model with `prefix_sharing=False` only. To compute shared prefixes once, give a model that has a
+    [`FlatModel`] the padded rows with their `flat_batch`, as [`PreferenceCollator`] makes them.
 
     Args:
         examples (`list[dict[str, list[int]]]`):

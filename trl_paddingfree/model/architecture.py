@@ -21,18 +21,13 @@ def config_value(config: PreTrainedConfig, name: str) -> Any:
 
 def by_name(forward: Callable, args: Sequence[object], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call of `forward` by name, including positional ones."""
-    return dict(zip(inspect.signature(forward).parameters, args, strict=False), **kwargs)
+    return dict(zip(inspect.signature(forward).parameters, args, strict=False), **kwargs) if args else kwargs
 
 
 def wants(config: PreTrainedConfig, arguments: dict[str, Any], name: str) -> bool:
     """Whether a call asks for `name`; if its arguments leave it unset, the configuration decides."""
     value = arguments.get(name)
     return bool(config_value(config, name) if value is None else value)
-
-
-def classifies_rows(model: PreTrainedModel) -> bool:
-    """Whether the head of `model` reads the last token of each row, which it finds by `config.pad_token_id`."""
-    return type(model).__name__.endswith("ForSequenceClassification")
 
 
 def position_limits(model: PreTrainedModel) -> list[int]:

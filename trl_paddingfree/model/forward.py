@@ -154,13 +154,9 @@ def flat_inputs(flat_model: "FlatModel", batch: FlatBatch) -> dict[str, torch.Te
 
 def _model_output(flat_model: "FlatModel", batch: FlatBatch, arguments: Inputs) -> ModelOutput:
     """The model's own output: logits in rows and, if there are labels, its own loss, from hidden states in rows."""
-    for_head = batch.tokens_to_rows if "labels" in arguments else None
-    with flat_backbone(flat_model, batch, for_head, calls_decoder=True):
+    with flat_backbone(flat_model, batch, batch.tokens_to_rows, calls_decoder=True):
         outputs = flat_model.forwards[-1](**arguments, **flat_inputs(flat_model, batch))
-    if for_head is None:
-        logits = batch.tokens_to_rows(outputs.logits)
-    else:
-        logits = torch.where(batch.row_mask.to(outputs.logits.device)[..., None], outputs.logits, 0)
+    logits = torch.where(batch.row_mask.to(outputs.logits.device)[..., None], outputs.logits, 0)
     return type(outputs)(logits=logits, **{name: outputs[name] for name in ("loss", "aux_loss") if name in outputs})
 
 
@@ -258,9 +254,8 @@ def flat_backbone(
     with layout_arguments(flat_model, batch) as arguments, ExitStack() as hooks:
 
         def give_layout(module, args, kwargs):
-            if args:  # some heads pass `input_ids` by position
-                kwargs = architecture.by_name(module.forward, args, kwargs)
-            return (), {**kwargs, **(swapped or {}), **arguments}
+            # Some heads pass `input_ids` by position
+            return (), {**architecture.by_name(module.forward, args, kwargs), **(swapped or {}), **arguments}
 
         for backbone in backbones:
             hooks.enter_context(backbone.register_forward_pre_hook(give_layout, with_kwargs=True))

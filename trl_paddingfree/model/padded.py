@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 from transformers.utils import logging
 
@@ -64,6 +63,13 @@ class PaddedCalls(PaddedRows):
         for backbone in {model.base_model, model.base_model if takes_images(model) else model.get_decoder()}:
             if not mark_of(backbone, ATTRIBUTE):
                 calls._bind(backbone)
+            elif (other := vars(backbone)[ATTRIBUTE][0]) is not calls:
+                raise ValueError(
+                    f"{type(model).__name__} shares its {type(backbone).__name__} with a {type(other.model).__name__} "
+                    "that `padding_free` was called with, and whose calls it computes. Give each model a backbone of "
+                    "its own, or call `padding_free` with one of them, and `FlatModel.of(other).padded.remove()` for "
+                    "the other."
+                )
         flat_model.padded = calls
         return calls
 
@@ -100,28 +106,30 @@ class PaddedCalls(PaddedRows):
     @torch.compiler.disable(recursive=False)
     def of_model(self, forward: Callable, args: tuple, kwargs: Inputs) -> object:
         """Answer a call of the whole model, whose own forward is `forward`."""
-        inputs = by_name(forward, args, kwargs) if args else kwargs
+        inputs = by_name(forward, args, kwargs)
         with self.lock:
             batch, places = self._flattened(inputs)
-            outputs = None
-            if batch is not None and self._asks_for_logits(inputs):
-                outputs = self._flat_logits(batch, partial(forward, **_without_rows(inputs)))
-            if outputs is None:
+            if batch is None or (outputs := self._flat_logits(forward, inputs, batch)) is None:
                 with self.aside() if batch is None else attributes_set([(self, "of_head", (inputs, batch))]):
                     outputs = forward(*args, **kwargs)
             return self._watched(outputs, places, is_flat=batch is not None)
 
-    def _flat_logits(self, batch: FlatBatch, head: Callable) -> ModelOutput | None:
-        """The logits that `head` computes of flat tokens, in rows; `None` if it answers with anything else, too."""
+    def _flat_logits(self, forward: Callable, inputs: Inputs, batch: FlatBatch) -> ModelOutput | None:
+        """Logits in rows, which the head computes of flat tokens; `None` if more is asked for, or answered."""
+        names = (*OF_HEADS, "fused_lm_head")
+        if not self.has_logits_alone or any(torch.is_tensor(x) or x for x in map(inputs.get, names)):
+            return None
+        if not wants(self.model.config, inputs, "return_dict") or self._wants(inputs, "output_router_logits"):
+            return None
         own = self.flat_model.begin_pass(batch)
         with self.aside(), self._computing(batch), flat_backbone(self.flat_model, own, None, calls_decoder=True):
-            outputs = head(**flat_inputs(self.flat_model, own))
+            outputs = forward(**_without_rows(inputs), **flat_inputs(self.flat_model, own))
         self.has_logits_alone = isinstance(outputs, ModelOutput) and {*outputs} - _STATES == {"logits"}
         return type(outputs)(logits=batch.tokens_to_rows(outputs.logits)) if self.has_logits_alone else None
 
     def of_backbone(self, forward: Callable, args: tuple, kwargs: Inputs) -> object:
         """Answer a call of the backbone, whose own forward is `forward`."""
-        inputs = by_name(forward, args, kwargs) if args else kwargs
+        inputs = by_name(forward, args, kwargs)
         batch, places = self._handed_on(inputs) if self.of_head else self._flattened(inputs)
         with self.aside():
             if batch is None:
@@ -169,7 +177,7 @@ class PaddedCalls(PaddedRows):
             answers = dict.values(outputs) if isinstance(outputs, dict) else outputs
             values = (answers,) if torch.is_tensor(answers) else answers
             # Logits or hidden states: losses come before them, and have no tokens
-            states = next((x for x in values if isinstance(x, torch.Tensor) and x.ndim > 2), None)
+            states = next((x for x in values if torch.is_tensor(x) and x.ndim > 2), None)
             if states is not None and states.requires_grad:
                 states.register_hook(partial(self._see, places, is_flat))
         return outputs
@@ -189,21 +197,15 @@ class PaddedCalls(PaddedRows):
         """A backbone's output in rows: `(R, L, ...)`, or `(R * L, ...)` for router outputs, which are `(T, ...)`."""
         if isinstance(value, tuple):
             return tuple(self._in_rows(batch, name, entry) for entry in value)
-        if isinstance(value, torch.Tensor) and value.shape[:2] == batch.input_ids.shape:
-            return batch.tokens_to_rows(value)
-        if isinstance(value, torch.Tensor) and len(value) == batch.input_ids.size(1):
-            return batch.tokens_to_rows(value[None]).flatten(0, 1)
+        if torch.is_tensor(value):
+            if value.shape[:2] == batch.input_ids.shape:
+                return batch.tokens_to_rows(value)
+            if len(value) == batch.input_ids.size(1):
+                return batch.tokens_to_rows(value[None]).flatten(0, 1)
         raise ValueError(
             f"{type(self.model).__name__} answers with `{name}`, and which of it belongs to which token is not "
             "known: leave out what asks for it, or the call of `padding_free`."
         )
-
-    def _asks_for_logits(self, inputs: Inputs) -> bool:
-        """Whether a call wants logits of all tokens, and nothing else."""
-        names = (*OF_HEADS, "fused_lm_head")
-        if not self.has_logits_alone or any(torch.is_tensor(x) or x for x in map(inputs.get, names)):
-            return False
-        return wants(self.model.config, inputs, "return_dict") and not self._wants(inputs, "output_router_logits")
 
     # --- rows become flat -------------------------------------------------------------------------------------------
 
@@ -242,17 +244,6 @@ class PaddedCalls(PaddedRows):
                 f"The attention of {type(model).__name__} was set to {str(name)!r} since `padding_free` has proven it "
                 f"with {route.previous!r}. Call `padding_free` again."
             )
-
-
-def refuse_shared(model: PreTrainedModel) -> None:
-    """Reject a model whose backbone computes the calls of another one flat."""
-    backbone = model.base_model
-    if mark_of(backbone, ATTRIBUTE) and (other := vars(backbone)[ATTRIBUTE][0].model) is not model:
-        raise ValueError(
-            f"{type(model).__name__} shares its {type(backbone).__name__} with a {type(other).__name__} that "
-            "`padding_free` was called with, and whose calls it computes. Give each model a backbone of its own, or "
-            "call `padding_free` with one of them, and `FlatModel.of(other).padded.remove()` for the other."
-        )
 
 
 def _without_rows(inputs: Inputs) -> Inputs:

@@ -25,7 +25,7 @@ class PaddedRows:
     def __init__(self, flat_model: FlatModel):
         self.flat_model = flat_model
         self.model = model = flat_model.model
-        self.classifies_rows = architecture.classifies_rows(model)
+        self.classifies_rows = type(model).__name__.endswith("ForSequenceClassification")
         self.counts_by_mask = architecture.counts_positions_by_mask(model)
         # Token types, which tokenizers return even for models that do not take them
         self.ignored = {*TYPE_ROWS} - inspect.signature(model.base_model.forward).parameters.keys()
@@ -42,8 +42,7 @@ class PaddedRows:
     def _why_no_rows(self, inputs: Inputs) -> str:
         """Why the arguments of a call, whatever their values, are not plain rows; empty if they may be."""
         rows = inputs.get("input_ids")
-        known = {*ROWS, *OF_HEADS, *self.ignored}
-        extra = [name for name, x in inputs.items() if name not in known and isinstance(x, torch.Tensor | list | tuple)]
+        extra = inputs.keys() - {*ROWS, *OF_HEADS, *self.ignored}
         if not torch.is_tensor(rows) or rows.ndim != 2 or inputs.get("inputs_embeds") is not None:
             return "it is given embeddings in place of `input_ids` of shape `(rows, tokens)`"
         if any(inputs.get(name) is not None for name in CACHES) or inputs.get("use_cache") is True:
@@ -60,13 +59,12 @@ class PaddedRows:
             return "the loss of its routers counts padding, too"
         if not self.with_labels and inputs.get("labels") is not None:
             return "given `labels`, its head reads padding, or what it has of rows by other arguments"
-        if extra:
-            return f"`{extra[0]}` comes with its rows, of which a flat batch knows nothing"
+        if others := [name for name in extra if isinstance(inputs[name], torch.Tensor | list | tuple)]:
+            return f"`{others[0]}` comes with its rows, of which a flat batch knows nothing"
         # Labels of columns that a call keeps are of other shapes: which of them score padding is not known
-        of_tokens = () if self.flat_model.is_pooled else _LABELS
-        for name, x in ((name, inputs.get(name)) for name in ("attention_mask", "position_ids", *of_tokens)):
-            shapes = (rows.shape, (1, rows.size(1))) if name == "position_ids" else (rows.shape,)
-            if x is not None and not (torch.is_tensor(x) and x.shape in shapes):
+        for name in ("attention_mask", "position_ids", *_LABELS[2 * self.flat_model.is_pooled :]):
+            x, all_alike = inputs.get(name), name == "position_ids"
+            if x is not None and getattr(x, "shape", None) not in (rows.shape, (1, rows.size(1)))[: 1 + all_alike]:
                 return f"its `{name}` is not one number for each token"
         return ""
 
@@ -139,5 +137,5 @@ class PaddedRows:
 def _on_host(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Rows of one shape as int64 on the CPU, in a single copy, because each copy waits for the device."""
     # Floats that are not whole become 2: transformers reads them as true, and `long()` would turn 0.5 into 0
-    whole = [torch.where(x.long() == x, x, 2).long() if x.is_floating_point() else x.long() for x in rows.values()]
+    whole = [torch.where(x.long() == x, x, 2).long() for x in rows.values()]
     return dict(zip(rows, torch.stack([x.to(whole[0].device) for x in whole]).cpu(), strict=True))
