@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from tests.helpers.architectures import tiny_model
+from tests.helpers.flat_and_padded import gradients_of
 from tests.helpers.float64 import float64_throughout, in_float64
 from tests.helpers.launching import finished
 from tests.helpers.tiny import FOLLOWING, SEED, following_rotary, lora, make_model, reward_model
@@ -89,10 +90,10 @@ def assert_same_loss(model, ours, given):
 
 
 def assert_same_gradients(model, ours):
-    largest = max(p.grad.abs().max() for p in model.parameters() if p.grad is not None)
-    for (name, p), other in zip(model.named_parameters(), ours.parameters(), strict=True):
-        if p.grad is not None:
-            assert (p.grad - other.grad).abs().max() <= TOLERANCE * max(p.grad.abs().max(), 1e-2 * largest), name
+    expected, found = map(gradients_of, (model, ours))
+    largest = max(x.abs().max() for x in expected.values())
+    for name, x in expected.items():
+        assert (x - found[name]).abs().max() <= TOLERANCE * max(x.abs().max(), 1e-2 * largest), name
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -351,10 +352,10 @@ def test_a_head_that_would_read_padding_is_left_alone():
     ours(**padded)
     (said,) = FlatModel.of(ours).padded.said
     assert "config.pad_token_id=0" in said
-    config = make_model(pad_token_id=None).config
-    padding_free(AutoModelForTokenClassification.from_config(config))  # it reads all tokens
+    ours.config.pad_token_id = None
     with pytest.raises(ValueError, match=r"set `model.config.pad_token_id`"):
-        padding_free(AutoModelForSequenceClassification.from_config(config))
+        padding_free(ours)
+    padding_free(AutoModelForTokenClassification.from_config(ours.config))  # it reads all tokens
     several = padding_free(AutoModelForSequenceClassification.from_config(make_model(num_labels=20).config))
     several.config.problem_type = "multi_label_classification"
     assert several(**given, labels=torch.zeros(5, 20)).loss.isfinite(), "labels as wide as rows are no labels of tokens"
@@ -389,14 +390,6 @@ def test_a_model_whose_forward_goes_round_its_backbone_is_refused():
     model.__class__ = Round
     with pytest.raises(UnprovenModelError, match="calls neither its `base_model` nor its decoder"):
         padding_free(model)
-
-
-def test_without_a_check_and_without_sharing():
-    model = make_model()
-    ours = padding_free(copy.deepcopy(model), check=False, prefix_sharing=False)
-    given = rows("right")
-    assert torch.allclose(model(**given).loss, ours(**given).loss)
-    assert counts_of(ours).computed == counts_of(ours).real > counts_of(ours).distinct
 
 
 def test_a_trainer_of_this_package_takes_such_a_model():
