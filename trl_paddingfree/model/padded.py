@@ -219,7 +219,16 @@ class PaddedCalls(PaddedRows):
         found: FlatBatch | str = self._why_no_rows(inputs)
         places = None
         if not found:
-            self._refuse_changes()
+            # Unsupported adapters, or another attention implementation, set after `padding_free`
+            model, route = self.model, self.flat_model.route
+            if reason := why_padded([model]):
+                raise ValueError(f"{reason}, or leave the call of `padding_free` out.")
+            name = upstream.attn_implementation(model)
+            if name != route.previous or isinstance(name, StandIn) != (route.backend in ATTENTION_BACKENDS):
+                raise ValueError(
+                    f"The attention of {type(model).__name__} was set to {str(name)!r} since `padding_free` has proven "
+                    f"it with {route.previous!r}. Call `padding_free` again."
+                )
             found, places = self._flat_batch_of(inputs)
         if isinstance(found, str):
             self._warn(found)
@@ -231,18 +240,6 @@ class PaddedCalls(PaddedRows):
             self.said.add(reason)
             logger.warning(
                 f"padding_free: {type(self.model).__name__} computes a call as before, with its padding: {reason}."
-            )
-
-    def _refuse_changes(self) -> None:
-        """Reject unsupported adapters, or another attention implementation, set after `padding_free`."""
-        model, route = self.model, self.flat_model.route
-        if reason := why_padded([model]):
-            raise ValueError(f"{reason}, or leave the call of `padding_free` out.")
-        name = upstream.attn_implementation(model)
-        if name != route.previous or isinstance(name, StandIn) != (route.backend in ATTENTION_BACKENDS):
-            raise ValueError(
-                f"The attention of {type(model).__name__} was set to {str(name)!r} since `padding_free` has proven it "
-                f"with {route.previous!r}. Call `padding_free` again."
             )
 
 

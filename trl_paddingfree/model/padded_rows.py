@@ -95,7 +95,14 @@ class PaddedRows:
             return "its `position_ids` start again or leave some out, as in packed rows", None
         if reason := self._why_padding_counts(ids, real, values):
             return reason, None
-        places, has_labels = self._first_predictions(inputs, real), values.keys() & _LABELS
+        # Where the answer holds predictions of first tokens, made by padding on the left
+        width, kept = ids.size(1), inputs.get("logits_to_keep")
+        columns = real.int().argmax(1) - 1 - width
+        if isinstance(kept, int) and kept:
+            width = min(kept, width)
+        first = (columns >= -width).nonzero()[:, 0]
+        places = (first, columns[first]) if len(first) and not self.flat_model.is_pooled else None
+        has_labels = values.keys() & _LABELS
         if places and not has_labels and (self.scores_first is not False or not torch.is_grad_enabled()):
             reason = (
                 "it has padding on the left, and its loss may score the first token of a row, which padding predicts: "
@@ -103,19 +110,9 @@ class PaddedRows:
             )
             return reason, places
         reach = int(positions.max()) + 1 if self.follows_longest else None
-        sharing = self.flat_model.route.prefix_sharing
-        return FlatBatch.from_padded(ids, mask, None, positions, prefix_sharing=sharing, reach=reach), places
-
-    def _first_predictions(self, inputs: Inputs, real: torch.Tensor) -> Places | None:
-        """Where the answer to a call holds predictions of first tokens made by padding on the left."""
-        if self.flat_model.is_pooled:
-            return None
-        width, kept = real.size(1), inputs.get("logits_to_keep")
-        if isinstance(kept, int) and kept:
-            width = min(kept, width)
-        columns = real.int().argmax(1) - 1 - real.size(1)
-        rows = (columns >= -width).nonzero()[:, 0]
-        return (rows, columns[rows]) if len(rows) else None
+        return FlatBatch.from_padded(
+            ids, mask, None, positions, prefix_sharing=self.flat_model.route.prefix_sharing, reach=reach
+        ), places
 
     def _why_padding_counts(self, ids: torch.Tensor, real: torch.Tensor, values: dict[str, torch.Tensor]) -> str:
         """Why the answer would depend on what the model computes for padding; empty if it does not."""
