@@ -93,8 +93,22 @@ class PaddedRows:
             positions = (counted.cumsum(1) - 1) * counted
         elif ((positions.diff() != 1) & real[:, 1:] & real[:, :-1]).any() or ((positions < 0) & real).any():
             return "its `position_ids` start again or leave some out, as in packed rows", None
-        if reason := self._why_padding_counts(ids, real, values):
-            return reason, None
+        # The answer would depend on what the model computes for padding
+        for name in values.keys() & _LABELS:
+            scored = values[name] != IGNORE_INDEX
+            # The heads of most language models score the label of the next token, those of some (Whisper) their own
+            moves = name == "labels" and not self.flat_model.is_pooled
+            if (scored & ~real).any() or moves and (scored[:, 1:] & ~real[:, :-1]).any():
+                return f"`{name}` has others than {IGNORE_INDEX} where padding would be scored", None
+        if self.classifies_rows:
+            padding = self.model.config.get_text_config().pad_token_id  # the head finds the last token by this id
+            found = torch.ones_like(real) if padding is None else ids != padding
+            last = (torch.arange(ids.size(1)) * found).argmax(1, keepdim=True)
+            if not real.gather(1, last).all():
+                return (
+                    f"its head reads padding, as `config.pad_token_id={padding}` is another token than padding has",
+                    None,
+                )
         # Where the answer holds predictions of first tokens, made by padding on the left
         width, kept = ids.size(1), inputs.get("logits_to_keep")
         columns = real.int().argmax(1) - 1 - width
@@ -113,22 +127,6 @@ class PaddedRows:
         return FlatBatch.from_padded(
             ids, mask, None, positions, prefix_sharing=self.flat_model.route.prefix_sharing, reach=reach
         ), places
-
-    def _why_padding_counts(self, ids: torch.Tensor, real: torch.Tensor, values: dict[str, torch.Tensor]) -> str:
-        """Why the answer would depend on what the model computes for padding; empty if it does not."""
-        for name in values.keys() & _LABELS:
-            scored = values[name] != IGNORE_INDEX
-            # The heads of most language models score the label of the next token, those of some (Whisper) their own
-            moves = name == "labels" and not self.flat_model.is_pooled
-            if (scored & ~real).any() or moves and (scored[:, 1:] & ~real[:, :-1]).any():
-                return f"`{name}` has others than {IGNORE_INDEX} where padding would be scored"
-        if self.classifies_rows:
-            padding = self.model.config.get_text_config().pad_token_id  # the head finds the last token by this id
-            found = torch.ones_like(real) if padding is None else ids != padding
-            last = (torch.arange(ids.size(1)) * found).argmax(1, keepdim=True)
-            if not real.gather(1, last).all():
-                return f"its head reads padding, as `config.pad_token_id={padding}` is another token than padding has"
-        return ""
 
 
 def _on_host(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
