@@ -154,7 +154,8 @@ class FlatModel:
                 batch = batch.to(rows.device, non_blocking=True)
             self.edits.ask(batch, kwargs | {"labels": None} if self.is_pooled else kwargs)  # theirs are not of tokens
         elif kwargs.get("fused_lm_head") and self.flatten is not None and kwargs.get("shift_labels") is None:
-            kwargs = by_name(self.forwards[-1], args, kwargs)
+            if args:
+                kwargs = by_name(self.forwards[-1], args, kwargs)
             rows, mask = kwargs["input_ids"], kwargs.get("attention_mask")
             batch = self.flatten(rows, torch.ones_like(rows) if mask is None else mask, kwargs["labels"])
         elif self.padded is not None:

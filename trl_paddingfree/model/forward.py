@@ -249,8 +249,9 @@ def flat_backbone(
     with layout_arguments(flat_model, batch) as arguments, ExitStack() as hooks:
 
         def give_layout(module, args, kwargs):
-            # Some heads pass `input_ids` by position
-            return (), {**architecture.by_name(module.forward, args, kwargs), **(swapped or {}), **arguments}
+            if args:  # some heads pass `input_ids` by position
+                kwargs = architecture.by_name(module.forward, args, kwargs)
+            return (), {**kwargs, **(swapped or {}), **arguments}
 
         for backbone in backbones:
             hooks.enter_context(backbone.register_forward_pre_hook(give_layout, with_kwargs=True))
