@@ -244,9 +244,8 @@ def concatenated_inputs(
     """
     Lay preference pairs out as tensors: all chosen sequences first, then all rejected ones.
 
-    No model of transformers reads `kv_index`, and none raises an error: rows that share prefixes are for attention of
-    your own. Call a model with `prefix_sharing=False` only. To compute shared prefixes once, give a model that has a
-    [`FlatModel`] the padded rows with their `flat_batch`, as [`PreferenceCollator`] makes them.
+    Shared prefixes are for attention of your own: models of transformers ignore `kv_index` and are silently wrong. Call
+    them with `prefix_sharing=False`, or a model that has a [`FlatModel`] with the padded rows and a `flat_batch`.
 
     Args:
         examples (`list[dict[str, list[int]]]`):
@@ -279,14 +278,6 @@ def concatenated_inputs(
     ([0, 5, 7], [0, 5, 9], [0, 1, 2, 3, 4, 0, 1, 5, 6])
     >>> concatenated_inputs([pair], prefix_sharing=False)["input_ids"]
     tensor([[1, 2, 3, 4, 5, 1, 2, 3, 6]])
-
-    A model computes such a row as it computes its sequences:
-
-    >>> from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
-    >>> model = make_model(make_tokenizer(["an apple a day"]), num_hidden_layers=2).eval()
-    >>> logits = model(**concatenated_inputs([pair], prefix_sharing=False)).logits
-    >>> torch.allclose(logits[:, -4:], model(torch.tensor([[1, 2, 3, 6]])).logits, atol=1e-5)
-    True
     """
     collator = PreferenceCollator(
         pad_token_id, max_length, truncation_mode, pad_to_multiple_of, prefix_sharing=prefix_sharing
