@@ -248,12 +248,10 @@ def concatenated_inputs(
     them with `prefix_sharing=False`, or a model that has a [`FlatModel`] with the padded rows and a `flat_batch`.
 
     Args:
-        examples (`list[dict[str, list[int]]]`):
-            Pairs with `"prompt_ids"`, `"chosen_ids"` and `"rejected_ids"`.
+        examples (`list[dict[str, list[int]]]`): Pairs with `"prompt_ids"`, `"chosen_ids"` and `"rejected_ids"`.
         padding_free (`bool`, *optional*, defaults to `True`):
-            Whether to lay the sequences out on one flat row with their boundaries, or on padded rows with an
-            `attention_mask`. A flat row has no `attention_mask`: an all-ones one would let its sequences see each
-            other.
+            Whether to lay the sequences out on one flat row with their boundaries (an `attention_mask` of ones would
+            let them see each other), or on padded rows with an `attention_mask`.
         prefix_sharing (`bool`, *optional*, defaults to `True`):
             Whether the flat row holds shared prefixes once. Read only if `padding_free`.
         pad_token_id, max_length, truncation_mode, pad_to_multiple_of:
@@ -265,7 +263,7 @@ def concatenated_inputs(
         Flat: `input_ids`, `position_ids` and `shift_labels` of shape `(1, T)`, int64; the boundaries `cu_seq_lens_q`
         and `cu_seq_lens_k` of shape `(N+1,)`, int32, with `max_length_q` and `max_length_k` as ints; `kv_index` of
         shape `(S,)`, int64, the flat position of every key/value row, or `None` when nothing is shared; and
-        `use_cache`, which is `False`: with a cache, models of transformers do not see where a sequence begins.
+        `use_cache=False`: with a cache, models let sequences see each other.
 
     >>> from trl_paddingfree import concatenated_inputs
     >>> pair = {"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5], "rejected_ids": [6]}
