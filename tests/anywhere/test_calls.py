@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from tests.helpers.architectures import tiny_model
+from tests.helpers.flat_and_padded import gradients_of
 from tests.helpers.float64 import float64_throughout, in_float64
 from tests.helpers.launching import finished
 from tests.helpers.tiny import FOLLOWING, SEED, following_rotary, lora, make_model, reward_model
@@ -50,9 +51,9 @@ def unlabelled(side="right", **options):
     return {key: x for key, x in rows(side, **options).items() if key != "labels"}
 
 
-def both(model_type="llama", **options):
+def both(model_type="llama", use_cache=False, **options):
     """A tiny model, and a copy of which padded calls are flat."""
-    model = in_float64(tiny_model(model_type, **options))
+    model = in_float64(tiny_model(model_type, use_cache=use_cache, **options))
     return model, padding_free(copy.deepcopy(model))
 
 
@@ -89,10 +90,10 @@ def assert_same_loss(model, ours, given):
 
 
 def assert_same_gradients(model, ours):
-    largest = max(p.grad.abs().max() for p in model.parameters() if p.grad is not None)
-    for (name, p), other in zip(model.named_parameters(), ours.parameters(), strict=True):
-        if p.grad is not None:
-            assert (p.grad - other.grad).abs().max() <= TOLERANCE * max(p.grad.abs().max(), 1e-2 * largest), name
+    expected, found = map(gradients_of, (model, ours))
+    largest = max(x.abs().max() for x in expected.values())
+    for name, x in expected.items():
+        assert (x - found[name]).abs().max() <= TOLERANCE * max(x.abs().max(), 1e-2 * largest), name
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -168,7 +169,9 @@ def calls_of_other_kinds():
         "one token": ({"input_ids": ids[:, :1]}, "one token"),
         "both ways": ({**given, "is_causal": False}, "is_causal"),
         "boundaries": ({**given, "cu_seq_lens_q": torch.tensor([0, 20])}, "`cu_seq_lens_q`"),
-        "scored padding": ({**given, "labels": labels.masked_fill(mask == 0, 7)}, "where padding would be scored"),
+        # In the first column of padding alone: some heads do not shift labels
+        "scored padding": ({**given, "labels": labels.masked_fill(mask.diff(prepend=mask[:, :1]) < 0, 7)}, "be scored"),
+        "labels kept": ({**given, "labels": ids[:, -4:], "logits_to_keep": 4}, "`labels` is not one number"),
     }
 
 
@@ -185,18 +188,18 @@ def test_calls_of_other_kinds_compute_as_before_and_say_so_once(case, caplog):
     assert said in message
 
 
-@torch.no_grad()
-def test_calls_without_gradients_that_make_a_cache_compute_as_before():
-    _, ours = both()
-    assert ours(**unlabelled()).past_key_values is not None
+def test_calls_that_make_a_cache_compute_as_before_but_in_training():
+    _, ours = both(use_cache=True)
+    for training, gradients in ((False, True), (True, False)):
+        with torch.set_grad_enabled(gradients):
+            assert ours.train(training)(**unlabelled()).past_key_values is not None
     assert counts_of(ours) == NOTHING
-    ours.config.use_cache = False
     ours(**unlabelled())
     assert_is_flat(ours)
 
 
 def test_generation_is_as_before():
-    model, ours = both()
+    model, ours = both(use_cache=True)
     given = unlabelled("left")
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(model.generate(**given, **options), ours.generate(**given, **options))
@@ -223,7 +226,7 @@ def test_outputs_that_a_call_declines_are_left_out_whatever_the_configuration_sa
 
 @pytest.mark.parametrize("name", ["rwkv", "xlstm"])
 def test_states_of_layers_are_no_answers(name):
-    model, ours = both(name, use_cache=False)
+    model, ours = both(name)
     assert_same_loss(model, ours, {name: x for name, x in rows("right").items() if name != "attention_mask"})
 
 
@@ -313,7 +316,7 @@ def test_losses_of_routers_are_those_of_padded_rows(name):
 
 
 def test_router_losses_that_count_padding_are_left_to_the_model(monkeypatch):
-    model = tiny_model("mixtral", output_router_logits=True)
+    model = tiny_model("mixtral", output_router_logits=True, use_cache=False)
     module = __import__(type(model).__module__, fromlist=["_"])
     loss = module.load_balancing_loss_func
     monkeypatch.setattr(
@@ -331,7 +334,7 @@ def test_router_losses_that_count_padding_are_left_to_the_model(monkeypatch):
 def test_heads_that_classify(side):
     given = rows(side)
     labels = given.pop("labels")
-    config = make_model(num_labels=4).config
+    config = make_model(num_labels=4, use_cache=False).config
     for head, targets in (
         (AutoModelForSequenceClassification, torch.arange(5) % 4),
         (AutoModelForTokenClassification, labels.remainder(4).masked_fill(labels < 0, -100)),
@@ -349,6 +352,10 @@ def test_a_head_that_would_read_padding_is_left_alone():
     ours(**padded)
     (said,) = FlatModel.of(ours).padded.said
     assert "config.pad_token_id=0" in said
+    ours.config.pad_token_id = None
+    with pytest.raises(ValueError, match=r"set `model.config.pad_token_id`"):
+        padding_free(ours)
+    padding_free(AutoModelForTokenClassification.from_config(ours.config))  # it reads all tokens
     several = padding_free(AutoModelForSequenceClassification.from_config(make_model(num_labels=20).config))
     several.config.problem_type = "multi_label_classification"
     assert several(**given, labels=torch.zeros(5, 20)).loss.isfinite(), "labels as wide as rows are no labels of tokens"
@@ -383,14 +390,6 @@ def test_a_model_whose_forward_goes_round_its_backbone_is_refused():
     model.__class__ = Round
     with pytest.raises(UnprovenModelError, match="calls neither its `base_model` nor its decoder"):
         padding_free(model)
-
-
-def test_without_a_check_and_without_sharing():
-    model = make_model()
-    ours = padding_free(copy.deepcopy(model), check=False, prefix_sharing=False)
-    given = rows("right")
-    assert torch.allclose(model(**given).loss, ours(**given).loss)
-    assert counts_of(ours).computed == counts_of(ours).real > counts_of(ours).distinct
 
 
 def test_a_trainer_of_this_package_takes_such_a_model():

@@ -2,12 +2,14 @@
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import peft
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import T5Config, T5ForConditionalGeneration
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tests.anywhere.test_calls import (
     TOLERANCE,
@@ -90,16 +92,9 @@ def test_logits_that_are_kept_say_what_can_be_scored():
     assert_is_flat(ours)
     assert not said_of(ours)
     ours(**given, logits_to_keep=shortest + 1)
-    assert "padding on the left" in said_of(ours)
-
-
-def test_columns_that_a_tensor_picks_are_computed_as_before_beside_padding_on_the_left():
-    model, ours, given = on_the_left()
-    columns = torch.tensor([0, 3])
-    for _ in range(2):
-        logits = [each(**given, logits_to_keep=columns).logits for each in (model, ours)]
-        assert torch.equal(*logits)
-        logits[1].sum().backward()
+    assert "its loss may score the first token" in said_of(ours)
+    ours(**given, logits_to_keep=torch.tensor([0, 3]))
+    assert "`logits_to_keep` picks columns" in said_of(ours)
 
 
 def test_a_loss_beside_labels_that_scores_what_padding_predicts_is_an_error():
@@ -124,18 +119,31 @@ def test_windows_that_were_changed_for_masks_alone_are_those_of_masks():
     assert_same_logits(model, padding_free(copy.deepcopy(model)), unlabelled(width=700))
 
 
-def test_a_head_may_answer_with_its_logits_alone():
+@dataclass
+class Valued(CausalLMOutputWithPast):
+    """An output with a field that has the name of a method."""
+
+    values: torch.Tensor | None = None
+
+
+@pytest.mark.parametrize("made", [lambda output: output.logits, lambda output: Valued(**output, values=output.logits)])
+def test_a_head_may_answer_with_its_logits_alone_or_with_more(made):
     model = make_model()
 
     class Head(type(model)):
         def forward(self, **kwargs):
-            return super().forward(**kwargs).logits
+            return made(super().forward(**kwargs))
 
     model.__class__ = Head
-    given, ours = rows("right"), padding_free(copy.deepcopy(model), check=False)  # the check reads losses, too
-    real = given["attention_mask"].bool()
-    assert torch.allclose(ours(**given)[real], model(**given)[real], atol=TOLERANCE)
-    assert_is_flat(ours)
+    # The check reads losses, too
+    ours = padding_free(copy.deepcopy(model), check=False, prefix_sharing=False)
+    for given in (rows("right"), unlabelled(), rows("left")):
+        expected, found = (each(**given) for each in (model, ours))
+        if isinstance(expected, Valued):
+            expected, found = expected["values"], found["values"]
+        real = given["attention_mask"].bool()
+        assert torch.allclose(found[real], expected[real], atol=TOLERANCE)
+        assert counts_of(ours).padded > counts_of(ours).computed == counts_of(ours).real > counts_of(ours).distinct
 
 
 def test_a_loss_of_zero_does_not_say_what_is_read():
@@ -207,11 +215,6 @@ TARGETS = {"target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CA
 # Adapters that read more than each token by itself, and what their refusal names. Not all versions of PEFT have them
 ADAPTERS = {
     "aLoRA": (lambda: LoraConfig(**TARGETS, alora_invocation_tokens=[5]), r"alora_invocation_tokens=\[5\]"),
-    "Velora": (
-        lambda: LoraConfig(**TARGETS, velora_config=peft.VeloraConfig(num_groups=4)),
-        "init_type='batch_average",
-    ),
-    "Lily": (lambda: peft.LilyConfig(**TARGETS), "^LilyConfig"),
     "Poly": (lambda: peft.PolyConfig(**TARGETS), "^PolyConfig"),
 }
 
@@ -263,7 +266,7 @@ def test_errors_of_what_acts_on_rows_name_a_way_out():
     assert "aside()" in "".join(error.value.__notes__)
     with FlatModel.of(ours).padded.aside():
         assert torch.equal(ours(**given).logits, model(**given).logits)
-    adapted = get_peft_model(padding_free(make_model()), lora(task_type="CAUSAL_LM")).eval()
+    adapted = get_peft_model(padding_free(make_model(use_cache=False)), lora(task_type="CAUSAL_LM")).eval()
     with pytest.raises(ValueError, match="adapter_names") as error:
         adapted(**rows("right"), adapter_names=["default"] * 4 + ["__base__"])
     assert "`adapter_names`" in "".join(error.value.__notes__)
@@ -309,6 +312,23 @@ def test_names_and_models_of_other_kinds_are_refused_in_one_line(function):
     config = T5Config(vocab_size=60, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, decoder_start_token_id=0)
     with pytest.raises(ValueError, match="T5ForConditionalGeneration has an encoder and a decoder.*not supported"):
         function(T5ForConditionalGeneration(config))
+
+
+def test_wrappers_and_shared_backbones_are_refused_by_what_is_missing():
+    wrapper, other = torch.nn.Module(), make_model()
+    wrapper.model = make_model()
+    wrapper.forward = lambda input_ids, attention_mask: None
+    with pytest.raises(TypeError) as error:
+        padding_free(wrapper)
+    assert "`use_cache`. If this is a wrapper" in error.value.__notes__[0]
+    wrapper.forward = lambda **kwargs: wrapper.model(**kwargs).logits
+    with pytest.raises(ValueError, match=r"Module answers with `Tensor`.*with the model in it"):
+        padding_free(wrapper)
+    other.model = padding_free(wrapper.model).model
+    with pytest.raises(ValueError, match="LlamaForCausalLM shares its LlamaModel with a LlamaForCausalLM"):
+        padding_free(other)
+    wrapper(**unlabelled())
+    assert_is_flat(wrapper)
 
 
 def test_a_call_that_returns_nothing_is_refused():

@@ -27,6 +27,12 @@ from .slices import prove_slices
 
 logger = logging.get_logger(__name__)
 
+_PROVEN_BY = (
+    "`padding_free` proves a model by the `logits` that it names in its answers to calls with `input_ids`, "
+    "`attention_mask`, `labels` and `use_cache`. If this is a wrapper of your own, call `padding_free` with the model "
+    "in it, which is changed in place."
+)
+
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 
@@ -140,13 +146,18 @@ class _CallWithRows:
 
     def answers(self, inputs: Inputs, is_flat: bool = False, with_labels: bool = False) -> Any:
         """The `log_probs` of rows, or the `logits` of a pooled head, and the whole `output` of the model."""
-        left = ("fused_lm_head",) if with_labels else ("fused_lm_head", "labels")
+        left = ("fused_lm_head", "labels")[: 2 - with_labels]
         with nullcontext() if is_flat else self.calls.aside():
-            output = self.model(**{name: x for name, x in inputs.items() if name not in left})
-        if "logits" not in output:
+            try:
+                output = self.model(**{name: x for name, x in inputs.items() if name not in left})
+            except TypeError as error:
+                error.add_note(_PROVEN_BY)
+                raise
+        names = output if isinstance(output, dict) else (type(output).__name__,)
+        if "logits" not in names:
+            answer = ", ".join(f"`{name}`" for name in names)
             raise ValueError(
-                f"`padding_free` proves a model by its `logits`, and {type(self.base).__name__} answers with "
-                f"{', '.join(f'`{name}`' for name in output)}: its head may read padding."
+                f"{type(self.model).__name__} answers with {answer}: its head may read padding. {_PROVEN_BY}"
             )
         if not is_pooled(self.base):
             return SimpleNamespace(log_probs=log_probs_of(output.logits, inputs["labels"]), output=output)
@@ -169,10 +180,7 @@ class _CallWithRows:
         calls.with_left_padding = calls.with_routers = calls.with_labels = True  # whatever an earlier check has found
         rows, half_digits = check_rows(config.vocab_size, draw=0), rounding_unit(self.base) ** 0.5
         right = row_inputs(self.base, rows)
-        lengths = right["attention_mask"].sum(1, keepdim=True)
-        width = int(lengths.max())
-        order = (torch.arange(width, device=lengths.device) + lengths) % width
-        left = {name: x.gather(1, order) if torch.is_tensor(x) else x for name, x in right.items()}
+        left = {name: x.flip(1) if torch.is_tensor(x) else x for name, x in right.items()}  # rows the other way round
         if not pooled:  # without the first token of each row, which padding would predict
             mask = left["attention_mask"].bool()
             has_context = mask & torch.nn.functional.pad(mask, (1, -1))
@@ -184,7 +192,7 @@ class _CallWithRows:
         calls.with_left_padding = root_mean_square(flat - padded) <= tolerance
         if architecture.config_value(config, "output_router_logits") is not None:
             # Far more padding than tokens: a router loss that counts padding differs by more than rounding
-            wide = {**row_inputs(self.base, rows, 4 * width), "output_router_logits": True}
+            wide = {**row_inputs(self.base, rows, 4 * right["input_ids"].size(1)), "output_router_logits": True}
             flat, padded = (x.output.get("aux_loss") for x in self.both(wide))
             calls.with_routers = flat is None or relative_error(flat, padded) <= half_digits
         if not pooled and "labels" in inspect.signature(self.base.forward).parameters:

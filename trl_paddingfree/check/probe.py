@@ -132,11 +132,15 @@ def long_rows(model: PreTrainedModel, length: int, draw: int) -> list[np.ndarray
 
 def row_inputs(model: PreTrainedModel, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> Inputs:
     """A model's arguments for rows, padded to at least `width`, with a flat batch unless `prefix_sharing=None`."""
-    pooled, pad_token_id = is_pooled(model), 0
-    if pooled and (pad_token_id := model.config.get_text_config().pad_token_id) is None:
-        raise ValueError(f"{type(model).__name__} finds the end of a row by `config.pad_token_id`, which is not set.")
-    lengths = [len(row) for row in rows]
-    input_ids = torch.full((len(rows), max(width, *lengths)), pad_token_id)
+    pooled = is_pooled(model)
+    pad_token_id = model.config.get_text_config().pad_token_id if pooled else 0
+    if pad_token_id is None and type(model).__name__.endswith("ForSequenceClassification"):
+        raise ValueError(
+            f"{type(model).__name__} finds the end of a row by `config.pad_token_id`, which is not set: set "
+            "`model.config.pad_token_id` to the token that pads your rows."
+        )
+    lengths = [*map(len, rows)]
+    input_ids = torch.full((len(rows), max(width, *lengths)), pad_token_id or 0)
     for padded, row in zip(input_ids, rows, strict=True):
         padded[: len(row)] = torch.from_numpy(row)
     attention_mask = (torch.arange(input_ids.size(1)) < torch.tensor(lengths)[:, None]).long()

@@ -242,15 +242,16 @@ def concatenated_inputs(
     pad_to_multiple_of: int | None = None,
 ) -> Inputs:
     """
-    Turn preference pairs into the inputs of a model: all chosen sequences first, then all rejected ones.
+    Lay preference pairs out as tensors: all chosen sequences first, then all rejected ones.
+
+    Shared prefixes are for attention of your own: models of transformers ignore `kv_index` and are silently wrong. Call
+    them with `prefix_sharing=False`, or a model that has a [`FlatModel`] with the padded rows and a `flat_batch`.
 
     Args:
-        examples (`list[dict[str, list[int]]]`):
-            Pairs with `"prompt_ids"`, `"chosen_ids"` and `"rejected_ids"`.
+        examples (`list[dict[str, list[int]]]`): Pairs with `"prompt_ids"`, `"chosen_ids"` and `"rejected_ids"`.
         padding_free (`bool`, *optional*, defaults to `True`):
-            Whether to lay the sequences out on one flat row with their boundaries, or on padded rows with an
-            `attention_mask`. A flat row has no `attention_mask`: an all-ones one would let its sequences see each
-            other.
+            Whether to lay the sequences out on one flat row with their boundaries (an `attention_mask` of ones would
+            let them see each other), or on padded rows with an `attention_mask`.
         prefix_sharing (`bool`, *optional*, defaults to `True`):
             Whether the flat row holds shared prefixes once. Read only if `padding_free`.
         pad_token_id, max_length, truncation_mode, pad_to_multiple_of:
@@ -261,7 +262,8 @@ def concatenated_inputs(
         `position_ids` and `labels`, all of shape `(2B, L)`, int64.
         Flat: `input_ids`, `position_ids` and `shift_labels` of shape `(1, T)`, int64; the boundaries `cu_seq_lens_q`
         and `cu_seq_lens_k` of shape `(N+1,)`, int32, with `max_length_q` and `max_length_k` as ints; `kv_index` of
-        shape `(S,)`, int64, the flat position of every key/value row, or `None` when nothing is shared.
+        shape `(S,)`, int64, the flat position of every key/value row, or `None` when nothing is shared; and
+        `use_cache=False`: with a cache, models let sequences see each other.
 
     >>> from trl_paddingfree import concatenated_inputs
     >>> pair = {"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5], "rejected_ids": [6]}
@@ -294,4 +296,5 @@ def concatenated_inputs(
         "max_length_q": layout.segments.max_seqlen_q,
         "max_length_k": layout.segments.max_seqlen_k,
         "kv_index": layout.kv_index,
+        "use_cache": False,
     }

@@ -21,7 +21,7 @@ def config_value(config: PreTrainedConfig, name: str) -> Any:
 
 def by_name(forward: Callable, args: Sequence[object], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call of `forward` by name, including positional ones."""
-    return dict(zip(inspect.signature(forward).parameters, args, strict=False), **kwargs)
+    return dict(zip(inspect.signature(forward).parameters, args, strict=False), **kwargs) if args else kwargs
 
 
 def wants(config: PreTrainedConfig, arguments: dict[str, Any], name: str) -> bool:

@@ -90,7 +90,10 @@ def flat_forward(
         assert input_ids is not None
         return _pooled(flat_model, batch, input_ids, other_arguments | given)
     if not fused_lm_head:
-        return _model_output(flat_model, batch, other_arguments | given)
+        with flat_backbone(flat_model, batch, batch.tokens_to_rows, calls_decoder=True):  # losses read rows
+            outputs = flat_model.forwards[-1](**other_arguments, **given, **flat_inputs(flat_model, batch))
+        logits = torch.where(batch.row_mask.to(outputs.logits.device)[..., None], outputs.logits, 0)
+        return type(outputs)(logits=logits, **{name: outputs[name] for name in ("loss", "aux_loss") if name in outputs})
     assert labels is not None
     return scored_in_rows(flat_model, batch, labels, other_arguments)
 
@@ -150,18 +153,6 @@ def flat_inputs(flat_model: "FlatModel", batch: FlatBatch) -> dict[str, torch.Te
     if batch.images is not None:
         positions = batch.images.positions(flat_model.model, positions, batch.layout)
     return {"input_ids": batch.input_ids, "position_ids": positions, "attention_mask": batch.token_rows}
-
-
-def _model_output(flat_model: "FlatModel", batch: FlatBatch, arguments: Inputs) -> ModelOutput:
-    """The model's own output: logits in rows and, if there are labels, its own loss, from hidden states in rows."""
-    for_head = batch.tokens_to_rows if "labels" in arguments else None
-    with flat_backbone(flat_model, batch, for_head, calls_decoder=True):
-        outputs = flat_model.forwards[-1](**arguments, **flat_inputs(flat_model, batch))
-    if for_head is None:
-        logits = batch.tokens_to_rows(outputs.logits)
-    else:
-        logits = torch.where(batch.row_mask.to(outputs.logits.device)[..., None], outputs.logits, 0)
-    return type(outputs)(logits=logits, **{name: outputs[name] for name in ("loss", "aux_loss") if name in outputs})
 
 
 def _pooled(flat_model: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, arguments: Inputs) -> ModelOutput:

@@ -1,8 +1,8 @@
 """Padded calls of a model, computed flat: rows in, a flat batch through its backbone, rows out.
 
 The backbone's forward is replaced. Heads still see padded tensors, with zeros in the padding. If a call only asks for
-logits, the head computes flat tokens, too. Calls with anything but plain rows are computed as before, and the first of
-each kind logs a warning.
+logits, and the model answers with nothing else, the head computes flat tokens, too. Calls with anything but plain rows
+are computed as before, and the first of each kind logs a warning.
 """
 
 import functools
@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from transformers.modeling_outputs import ModelOutput
 from transformers.utils import logging
 
 from .. import upstream
@@ -21,9 +22,8 @@ from ..flat.batch import FlatBatch, Inputs
 from .adapters import why_padded
 from .architecture import CACHES, TYPE_ROWS, by_name, takes_images, wants
 from .attention import StandIn
-from .edits import refuse_unanswerable
 from .flat_model import FlatModel
-from .forward import flat_forward, flat_inputs, layout_arguments
+from .forward import flat_backbone, flat_inputs, layout_arguments
 from .masks import ATTENTION_BACKENDS
 from .padded_rows import OF_HEADS, ROWS, PaddedRows, Places
 from .restored import attributes_set, mark_of
@@ -32,6 +32,8 @@ logger = logging.get_logger(__name__)
 
 # Where a backbone keeps its [`PaddedCalls`] and its original forward
 ATTRIBUTE = "padded_calls"
+# Outputs that are of the layout: they have no rows
+_STATES = {"state", *CACHES}
 
 
 class _Lock(threading.Condition):
@@ -48,6 +50,8 @@ class PaddedCalls(PaddedRows):
         super().__init__(flat_model)
         self.is_off = False  # during calls that are computed as before, and within flat ones
         self.says, self.said = True, set[str]()  # whether to warn of calls computed as before; reasons so far
+        # Whether the model answers with nothing else, as far as it was seen
+        self.has_logits_alone = not flat_model.is_pooled
         self.of_head: tuple[Inputs, FlatBatch] | None = None  # the head's current call, for the backbone beneath it
         self.lock = _Lock()  # one call at a time: hooks pass the batch to the model
 
@@ -59,6 +63,13 @@ class PaddedCalls(PaddedRows):
         for backbone in {model.base_model, model.base_model if takes_images(model) else model.get_decoder()}:
             if not mark_of(backbone, ATTRIBUTE):
                 calls._bind(backbone)
+            elif (other := vars(backbone)[ATTRIBUTE][0]) is not calls:
+                raise ValueError(
+                    f"{type(model).__name__} shares its {type(backbone).__name__} with a {type(other.model).__name__} "
+                    "that `padding_free` was called with, and whose calls it computes. Give each model a backbone of "
+                    "its own, or call `padding_free` with one of them, and `FlatModel.of(other).padded.remove()` for "
+                    "the other."
+                )
         flat_model.padded = calls
         return calls
 
@@ -95,22 +106,30 @@ class PaddedCalls(PaddedRows):
     @torch.compiler.disable(recursive=False)
     def of_model(self, forward: Callable, args: tuple, kwargs: Inputs) -> object:
         """Answer a call of the whole model, whose own forward is `forward`."""
-        inputs = by_name(forward, args, kwargs) if args else kwargs
+        inputs = by_name(forward, args, kwargs)
         with self.lock:
             batch, places = self._flattened(inputs)
-            if batch is not None and self._asks_for_logits(inputs):
-                arguments = _without_rows(inputs)
-                with self.aside(), self._computing(batch):
-                    refuse_unanswerable(self.model, arguments)
-                    outputs = flat_forward(self.flat_model, self.flat_model.begin_pass(batch), **arguments)
-            else:
+            if batch is None or (outputs := self._flat_logits(forward, inputs, batch)) is None:
                 with self.aside() if batch is None else attributes_set([(self, "of_head", (inputs, batch))]):
                     outputs = forward(*args, **kwargs)
             return self._watched(outputs, places, is_flat=batch is not None)
 
+    def _flat_logits(self, forward: Callable, inputs: Inputs, batch: FlatBatch) -> ModelOutput | None:
+        """Logits in rows, which the head computes of flat tokens; `None` if more is asked for, or answered."""
+        names = (*OF_HEADS, "fused_lm_head")
+        if not self.has_logits_alone or any(torch.is_tensor(x) or x for x in map(inputs.get, names)):
+            return None
+        if not wants(self.model.config, inputs, "return_dict") or self._wants(inputs, "output_router_logits"):
+            return None
+        own = self.flat_model.begin_pass(batch)
+        with self.aside(), self._computing(batch), flat_backbone(self.flat_model, own, None, calls_decoder=True):
+            outputs = forward(**_without_rows(inputs), **flat_inputs(self.flat_model, own))
+        self.has_logits_alone = isinstance(outputs, ModelOutput) and {*outputs} - _STATES == {"logits"}
+        return type(outputs)(logits=batch.tokens_to_rows(outputs.logits)) if self.has_logits_alone else None
+
     def of_backbone(self, forward: Callable, args: tuple, kwargs: Inputs) -> object:
         """Answer a call of the backbone, whose own forward is `forward`."""
-        inputs = by_name(forward, args, kwargs) if args else kwargs
+        inputs = by_name(forward, args, kwargs)
         batch, places = self._handed_on(inputs) if self.of_head else self._flattened(inputs)
         with self.aside():
             if batch is None:
@@ -121,8 +140,7 @@ class PaddedCalls(PaddedRows):
         if isinstance(outputs, tuple):  # asked for by `return_dict=False`
             outputs = self._in_rows(batch, "tuple", outputs)
         else:
-            states = ("state", *CACHES)  # of the layout: they have no rows
-            in_rows = {name: self._in_rows(batch, name, x) for name, x in outputs.items() if name not in states}
+            in_rows = {name: self._in_rows(batch, name, x) for name, x in outputs.items() if name not in _STATES}
             outputs = type(outputs)(**in_rows)
         return self._watched(outputs, places, is_flat=True)
 
@@ -155,9 +173,11 @@ class PaddedCalls(PaddedRows):
     def _watched(self, outputs: Any, places: Places | None, is_flat: bool) -> object:
         """Have the backward pass check if the loss reads `outputs` at `places`, where padding predicts first tokens."""
         if places is not None:
-            values = outputs if isinstance(outputs, tuple) else outputs.values()
+            # Not by a method of `outputs`, where a field may have its name; heads may answer with logits themselves
+            answers = dict.values(outputs) if isinstance(outputs, dict) else outputs
+            values = (answers,) if torch.is_tensor(answers) else answers
             # Logits or hidden states: losses come before them, and have no tokens
-            states = next((x for x in values if isinstance(x, torch.Tensor) and x.ndim > 2), None)
+            states = next((x for x in values if torch.is_tensor(x) and x.ndim > 2), None)
             if states is not None and states.requires_grad:
                 states.register_hook(partial(self._see, places, is_flat))
         return outputs
@@ -177,22 +197,15 @@ class PaddedCalls(PaddedRows):
         """A backbone's output in rows: `(R, L, ...)`, or `(R * L, ...)` for router outputs, which are `(T, ...)`."""
         if isinstance(value, tuple):
             return tuple(self._in_rows(batch, name, entry) for entry in value)
-        if isinstance(value, torch.Tensor) and value.shape[:2] == batch.input_ids.shape:
-            return batch.tokens_to_rows(value)
-        if isinstance(value, torch.Tensor) and len(value) == batch.input_ids.size(1):
-            return batch.tokens_to_rows(value[None]).flatten(0, 1)
+        if torch.is_tensor(value):
+            if value.shape[:2] == batch.input_ids.shape:
+                return batch.tokens_to_rows(value)
+            if len(value) == batch.input_ids.size(1):
+                return batch.tokens_to_rows(value[None]).flatten(0, 1)
         raise ValueError(
             f"{type(self.model).__name__} answers with `{name}`, and which of it belongs to which token is not "
             "known: leave out what asks for it, or the call of `padding_free`."
         )
-
-    def _asks_for_logits(self, inputs: Inputs) -> bool:
-        """Whether a call wants logits of all tokens, and nothing else."""
-        if self.flat_model.is_pooled or any(
-            torch.is_tensor(x) or x for x in map(inputs.get, (*OF_HEADS, "fused_lm_head"))
-        ):
-            return False
-        return wants(self.model.config, inputs, "return_dict") and not self._wants(inputs, "output_router_logits")
 
     # --- rows become flat -------------------------------------------------------------------------------------------
 
@@ -206,7 +219,16 @@ class PaddedCalls(PaddedRows):
         found: FlatBatch | str = self._why_no_rows(inputs)
         places = None
         if not found:
-            self._refuse_changes()
+            # Unsupported adapters, or another attention implementation, set after `padding_free`
+            model, route = self.model, self.flat_model.route
+            if reason := why_padded([model]):
+                raise ValueError(f"{reason}, or leave the call of `padding_free` out.")
+            name = upstream.attn_implementation(model)
+            if name != route.previous or isinstance(name, StandIn) != (route.backend in ATTENTION_BACKENDS):
+                raise ValueError(
+                    f"The attention of {type(model).__name__} was set to {str(name)!r} since `padding_free` has proven "
+                    f"it with {route.previous!r}. Call `padding_free` again."
+                )
             found, places = self._flat_batch_of(inputs)
         if isinstance(found, str):
             self._warn(found)
@@ -218,18 +240,6 @@ class PaddedCalls(PaddedRows):
             self.said.add(reason)
             logger.warning(
                 f"padding_free: {type(self.model).__name__} computes a call as before, with its padding: {reason}."
-            )
-
-    def _refuse_changes(self) -> None:
-        """Reject unsupported adapters, or another attention implementation, set after `padding_free`."""
-        model, route = self.model, self.flat_model.route
-        if reason := why_padded([model]):
-            raise ValueError(f"{reason}, or leave the call of `padding_free` out.")
-        name = upstream.attn_implementation(model)
-        if name != route.previous or isinstance(name, StandIn) != (route.backend in ATTENTION_BACKENDS):
-            raise ValueError(
-                f"The attention of {type(model).__name__} was set to {str(name)!r} since `padding_free` has proven it "
-                f"with {route.previous!r}. Call `padding_free` again."
             )
 
 

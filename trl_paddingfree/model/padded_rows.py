@@ -12,7 +12,8 @@ from .flat_model import FlatModel
 # Arguments of a call that the flat batch replaces
 ROWS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache", *CACHES)
 # Arguments for heads, which no layer reads
-OF_HEADS = ("labels", "shift_labels", "logits_to_keep", "num_items_in_batch")
+_LABELS = ("labels", "shift_labels")
+OF_HEADS = (*_LABELS, "logits_to_keep", "num_items_in_batch")
 _OUTPUTS = ("output_hidden_states", "output_attentions")
 
 Places = tuple[torch.Tensor, torch.Tensor]  # rows, and columns counted from the end
@@ -40,15 +41,14 @@ class PaddedRows:
 
     def _why_no_rows(self, inputs: Inputs) -> str:
         """Why the arguments of a call, whatever their values, are not plain rows; empty if they may be."""
-        rows, mask, positions = map(inputs.get, ("input_ids", "attention_mask", "position_ids"))
-        known = {*ROWS, *OF_HEADS, *self.ignored}
-        extra = [name for name, x in inputs.items() if name not in known and isinstance(x, torch.Tensor | list | tuple)]
+        rows = inputs.get("input_ids")
+        extra = inputs.keys() - {*ROWS, *OF_HEADS, *self.ignored}
         if not torch.is_tensor(rows) or rows.ndim != 2 or inputs.get("inputs_embeds") is not None:
             return "it is given embeddings in place of `input_ids` of shape `(rows, tokens)`"
         if any(inputs.get(name) is not None for name in CACHES) or inputs.get("use_cache") is True:
             return "it computes with a cache"
-        if not torch.is_grad_enabled() and self._wants(inputs, "use_cache"):
-            return "without gradients it makes a cache; where none is needed, set `model.config.use_cache = False`"
+        if not (self.model.training and torch.is_grad_enabled()) and self._wants(inputs, "use_cache"):
+            return "out of training it makes a cache; where none is needed, set `model.config.use_cache = False`"
         if rows.size(1) == 1:
             return "its rows have one token"
         if inputs.get("is_causal", vars(self.model.config.get_text_config()).get("is_causal")) is False:
@@ -59,18 +59,19 @@ class PaddedRows:
             return "the loss of its routers counts padding, too"
         if not self.with_labels and inputs.get("labels") is not None:
             return "given `labels`, its head reads padding, or what it has of rows by other arguments"
-        if extra:
-            return f"`{extra[0]}` comes with its rows, of which a flat batch knows nothing"
-        if mask is not None and not (torch.is_tensor(mask) and mask.shape == rows.shape):
-            return "its `attention_mask` is not one number for each token"
-        if positions is not None and positions.shape not in (rows.shape, (1, rows.size(1))):
-            return "its `position_ids` are not one number for each token"
+        if others := [name for name in extra if isinstance(inputs[name], torch.Tensor | list | tuple)]:
+            return f"`{others[0]}` comes with its rows, of which a flat batch knows nothing"
+        # Labels of columns that a call keeps are of other shapes: which of them score padding is not known
+        for name in ("attention_mask", "position_ids", *_LABELS[2 * self.flat_model.is_pooled :]):
+            x, all_alike = inputs.get(name), name == "position_ids"
+            if x is not None and getattr(x, "shape", None) not in (rows.shape, (1, rows.size(1)))[: 1 + all_alike]:
+                return f"its `{name}` is not one number for each token"
         return ""
 
     def _flat_batch_of(self, inputs: Inputs) -> tuple[FlatBatch | str, Places | None]:
         """The flat batch or why there is none, from values copied to the host; where padding predicts first tokens."""
         rows = inputs["input_ids"]
-        labels = () if self.classifies_rows else ("labels", "shift_labels")
+        labels = () if self.classifies_rows else _LABELS
         given = {name: inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids", *labels)}
         shapes = (rows.shape, (1, rows.size(1)))
         values = _on_host({k: x.expand_as(rows) for k, x in given.items() if torch.is_tensor(x) and x.shape in shapes})
@@ -92,9 +93,30 @@ class PaddedRows:
             positions = (counted.cumsum(1) - 1) * counted
         elif ((positions.diff() != 1) & real[:, 1:] & real[:, :-1]).any() or ((positions < 0) & real).any():
             return "its `position_ids` start again or leave some out, as in packed rows", None
-        if reason := self._why_padding_counts(ids, real, values):
-            return reason, None
-        places, has_labels = self._first_predictions(inputs, real), {"labels", "shift_labels"} & values.keys()
+        # The answer would depend on what the model computes for padding
+        for name in values.keys() & _LABELS:
+            scored = values[name] != IGNORE_INDEX
+            # The heads of most language models score the label of the next token, those of some (Whisper) their own
+            moves = name == "labels" and not self.flat_model.is_pooled
+            if (scored & ~real).any() or moves and (scored[:, 1:] & ~real[:, :-1]).any():
+                return f"`{name}` has others than {IGNORE_INDEX} where padding would be scored", None
+        if self.classifies_rows:
+            padding = self.model.config.get_text_config().pad_token_id  # the head finds the last token by this id
+            found = torch.ones_like(real) if padding is None else ids != padding
+            last = (torch.arange(ids.size(1)) * found).argmax(1, keepdim=True)
+            if not real.gather(1, last).all():
+                return (
+                    f"its head reads padding, as `config.pad_token_id={padding}` is another token than padding has",
+                    None,
+                )
+        # Where the answer holds predictions of first tokens, made by padding on the left
+        width, kept = ids.size(1), inputs.get("logits_to_keep")
+        columns = real.int().argmax(1) - 1 - width
+        if isinstance(kept, int) and kept:
+            width = min(kept, width)
+        first = (columns >= -width).nonzero()[:, 0]
+        places = (first, columns[first]) if len(first) and not self.flat_model.is_pooled else None
+        has_labels = values.keys() & _LABELS
         if places and not has_labels and (self.scores_first is not False or not torch.is_grad_enabled()):
             reason = (
                 "it has padding on the left, and its loss may score the first token of a row, which padding predicts: "
@@ -102,39 +124,13 @@ class PaddedRows:
             )
             return reason, places
         reach = int(positions.max()) + 1 if self.follows_longest else None
-        sharing = self.flat_model.route.prefix_sharing
-        return FlatBatch.from_padded(ids, mask, None, positions, prefix_sharing=sharing, reach=reach), places
-
-    def _first_predictions(self, inputs: Inputs, real: torch.Tensor) -> Places | None:
-        """Where the answer to a call holds predictions of first tokens made by padding on the left."""
-        if self.flat_model.is_pooled:
-            return None
-        width, kept = real.size(1), inputs.get("logits_to_keep")
-        if isinstance(kept, int) and kept:
-            width = min(kept, width)
-        columns = real.int().argmax(1) - 1 - real.size(1)
-        rows = (columns >= -width).nonzero()[:, 0]
-        return (rows, columns[rows]) if len(rows) else None
-
-    def _why_padding_counts(self, ids: torch.Tensor, real: torch.Tensor, values: dict[str, torch.Tensor]) -> str:
-        """Why the answer would depend on what the model computes for padding; empty if it does not."""
-        for name in values.keys() & {"labels", "shift_labels"}:
-            # The head of a language model scores the label of the next token
-            moves = name == "labels" and not self.flat_model.is_pooled
-            scored = (values[name] != IGNORE_INDEX)[:, int(moves) :]
-            if (scored & ~real[:, : scored.size(1)]).any():
-                return f"`{name}` has others than {IGNORE_INDEX} where padding would be scored"
-        if self.classifies_rows:
-            padding = self.model.config.get_text_config().pad_token_id  # the head finds the last token by this id
-            found = torch.ones_like(real) if padding is None else ids != padding
-            last = (torch.arange(ids.size(1)) * found).argmax(1, keepdim=True)
-            if not real.gather(1, last).all():
-                return f"its head reads padding, as `config.pad_token_id={padding}` is another token than padding has"
-        return ""
+        return FlatBatch.from_padded(
+            ids, mask, None, positions, prefix_sharing=self.flat_model.route.prefix_sharing, reach=reach
+        ), places
 
 
 def _on_host(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Rows of one shape as int64 on the CPU, in a single copy, because each copy waits for the device."""
     # Floats that are not whole become 2: transformers reads them as true, and `long()` would turn 0.5 into 0
-    whole = [torch.where(x.long() == x, x, 2).long() if x.is_floating_point() else x.long() for x in rows.values()]
+    whole = [torch.where(x.long() == x, x, 2).long() for x in rows.values()]
     return dict(zip(rows, torch.stack([x.to(whole[0].device) for x in whole]).cpu(), strict=True))
