@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 from torch.nn.attention import varlen
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
 
@@ -167,6 +169,17 @@ def test_backends_equal_the_dense_mask(previous, feature):
     with reference_flash():
         for segments in SEGMENTS.values():
             compare(backend, previous, module, states(segments, **shape), segments, tolerance, {**kwargs}, options)
+
+
+@pytest.mark.parametrize("name", SEGMENTS)
+def test_functions_of_ones_own_may_place_queries_by_lengths(monkeypatch, name):
+    def by_lengths(module, query, key, value, attention_mask, scaling):
+        seen = torch.ones(query.size(2), key.size(2), dtype=torch.bool).tril(key.size(2) - query.size(2))
+        return functional.scaled_dot_product_attention(query, key, value, seen, scale=scaling).transpose(1, 2), None
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", functools.wraps(sdpa_attention_forward)(by_lengths))
+    segments, kwargs = SEGMENTS[name], {"scaling": 0.3}
+    compare("segment", "sdpa", Attention(1), states(segments), segments, FLOAT64, kwargs, kwargs)
 
 
 @pytest.mark.parametrize("feature", ["plain", "grouped", "window", "narrow value", "scale"])
@@ -424,12 +437,12 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_segments_of_about_one_shape_are_one_call(monkeypatch, name):
-    calls, sdpa = [], AttentionInterface()["sdpa"]
+    calls, sdpa = [], functional.scaled_dot_product_attention
 
-    def counted(module, query, *args, **kwargs):
+    def counted(query, *args, **kwargs):
         calls.append(tuple(query.shape))
-        return sdpa(module, query, *args, **kwargs)
+        return sdpa(query, *args, **kwargs)
 
-    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", counted)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", counted)
     ATTENTION["segment"](FlatLayout.from_segments(SEGMENTS[name]), "sdpa", Attention(1), *states(SEGMENTS[name]))
     assert calls == CALLS[name]

@@ -36,11 +36,13 @@ def _flat_states(query, key, value, dtype: torch.dtype | None, rows: GatherIndex
 
 def segment_attention(layout: FlatLayout, previous: str, module, query, key, value, **kwargs):
     """The model's own attention, by groups of like segments ([`AttentionCalls`]): exact on every device and dtype."""
-    # Eager functions have no public name
-    attend = upstream.attention_function(previous, module) if previous == "eager" else AttentionInterface()[previous]
-    calls = AttentionCalls.of(layout)
+    attend = upstream.attention_function(previous, module)
+    # Functions of the user's own, even under transformers' names, may place queries by the number of keys
+    pads = getattr(attend, "__globals__", {}).get("__name__", "").startswith("transformers.")
+    calls = AttentionCalls.of(layout, pads)
     # Eager functions add their mask to the scores
-    masks = masks_of_calls(layout, kwargs.pop("sliding_window", None), query.dtype if previous == "eager" else None)
+    dtype = query.dtype if previous == "eager" else None
+    masks = masks_of_calls(layout, kwargs.pop("sliding_window", None), dtype, pads)
     outputs = []
     query, key, value = gathered(query, calls.query_rows), *(gathered(x, calls.key_rows) for x in (key, value))
     numbers = list(map(len, calls.segments))
