@@ -26,7 +26,10 @@ def attention_function(name: str, module: torch.nn.Module) -> Callable:
     """The attention function that `module` would call under the implementation `name`."""
     if name != "eager":  # each modeling file defines its own, with the model's soft-capping or sinks
         return AttentionInterface()[name]
-    return sys.modules[type(module).__module__].eager_attention_forward
+    # As the layer's forward finds it, which may be inherited, or replaced by one that looks it up elsewhere
+    ours, name = type(module), "eager_attention_forward"
+    places = (inspect.unwrap(ours.forward).__globals__, *(vars(sys.modules[base.__module__]) for base in ours.__mro__))
+    return next(place[name] for place in places if name in place)
 
 
 def text_models(model: PreTrainedModel) -> list[PreTrainedModel]:
