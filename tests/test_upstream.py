@@ -4,6 +4,7 @@ An upgrade that moves one of them fails here, under its name.
 """
 
 import ast
+import copy
 import functools
 import importlib
 import inspect
@@ -260,6 +261,7 @@ def test_every_layer_calls_the_registered_implementation_that_is_set_on_its_mode
     AttentionInterface.register("paddingfree-test", attend)
     AttentionMaskInterface.register("paddingfree-test", lambda **kwargs: made.append(kwargs))
     model = make_model(attn_implementation="sdpa")
+    model.model.layers[1] = copy.deepcopy(model.model.layers[1])  # with its own configuration
     assert upstream.attn_implementation(model) == "sdpa"
     upstream.set_attn_implementation(model, "paddingfree-test")
     model(torch.tensor([[5, 6, 0]]), attention_mask=torch.tensor([[1, 1, 0]]))

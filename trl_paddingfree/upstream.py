@@ -19,6 +19,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, PreTrainedModel, TrainingArguments
 
+from .model.architecture import configs_of
 from .versions import MovedNameError, with_head
 
 
@@ -57,12 +58,15 @@ def attn_implementation(model: PreTrainedModel) -> str:
 
 def set_attn_implementation(model: PreTrainedModel, name: str) -> None:
     """
-    Set a registered attention implementation on the text model and its submodels. transformers' public method checks
-    names against installed kernels again, and for some models (GPT-OSS) rejects all but a few.
+    Set a registered attention implementation on the text model, its submodels and layers, but for those that have
+    another than the model. transformers' public method checks names against installed kernels again, and for some
+    models (GPT-OSS) rejects all but a few.
     """
-    model.config.get_text_config()._attn_implementation = name
-    for module in text_models(model):
-        module.config._attn_implementation = name
+    before = attn_implementation(model)
+    configs = [each for part in text_models(model) for each in configs_of(part.modules())]
+    for config in (model.config.get_text_config(), *configs):
+        if config._attn_implementation == before:
+            config._attn_implementation = name
 
 
 def flash_attention_forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any) -> torch.Tensor:

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
+from ..model.architecture import configs_of
 from ..model.forward import is_pooled
 from ..model.restored import attributes_set, random_state_restored
 from ..model.state_layers import carries_state, in_small_chunks, is_state_layer
@@ -61,12 +62,7 @@ def set_where(
     they hold: those for which `is_meant(holder, name, x)` is true.
     """
     modules = [*modules]
-    configs = [
-        config
-        for module in modules
-        if isinstance(module, PreTrainedModel)
-        for config in (module.config, module.config.get_text_config())
-    ]
+    configs = [each for config in configs_of(modules) for each in (config, config.get_text_config())]
     holders = {id(holder): holder for holder in (*configs, *modules)}.values()
     return attributes_set(
         (holder, name, value(x)) for holder in holders for name, x in vars(holder).items() if is_meant(holder, name, x)

@@ -1,7 +1,7 @@
 """What the public names of a model's layers and config tell: limits, RoPE types, dropout, checkpointable layers."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,12 @@ CACHES = ("cache", "past_key_values", "cache_params")
 def config_value(config: PreTrainedConfig, name: str) -> Any:
     """An entry of a configuration, possibly an alias; `None` if this type of model has none."""
     return getattr(config, name, None)  # no class lists all names: there are aliases, properties and extra keys
+
+
+def configs_of(modules: Iterable[torch.nn.Module]) -> list[PreTrainedConfig]:
+    """The configurations that modules hold: usually one, but a copied layer has its own."""
+    held = (vars(module).get("config") for module in modules)
+    return [config for config in held if isinstance(config, PreTrainedConfig)]
 
 
 def by_name(forward: Callable, args: Sequence[object], kwargs: dict[str, Any]) -> dict[str, Any]:
