@@ -16,6 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedModel
 
 from .. import upstream
+from ..model.architecture import decoder_of
 from ..model.flat_model import FlatModel
 from ..model.restored import attributes_set, buffers_restored, local_part, random_state_restored
 from .probe import Call, set_where, undisturbed
@@ -136,7 +137,7 @@ def _one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[tuple[str, ...]]
     skipped = []
     outputs: dict[str, Output] = {}
     left_out = []
-    stacks = [each for each in model.get_decoder().named_children() if isinstance(each[1], torch.nn.ModuleList)]
+    stacks = [each for each in decoder_of(model).named_children() if isinstance(each[1], torch.nn.ModuleList)]
     with ExitStack() as hooks:
         for name, stack in () if is_sharded(model) else stacks:
             kinds, numbers = [_kind(layer) for layer in stack], []
@@ -144,7 +145,7 @@ def _one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[tuple[str, ...]]
                 if kind not in kinds[:i]:
                     keep = partial(outputs.__setitem__, kind)
                     hooks.enter_context(layer.register_forward_hook(lambda _, args, output, keep=keep: keep(output)))
-                elif kind in kinds[i + 1 :]:
+                elif kind in kinds[i + 1 :] and [*stack].count(layer) == 1:
                     skipped.append((layer, "forward", partial(_passed_on, outputs, kind)))
                     numbers.append(str(i))
             if numbers:
