@@ -296,18 +296,6 @@ def test_lora_layers_ask_their_switch_whenever_they_are_called():
         assert asked.__bool__.call_count == number
 
 
-@pytest.mark.parametrize(("model_type", "takes"), [("llama", True), ("falcon", False), ("mpt", False)])
-def test_models_that_look_attention_up_elsewhere_are_known(model_type, takes):
-    assert upstream.takes_attention_function(tiny_model(model_type)) == takes
-
-
-def test_float32_states_are_brought_to_the_weights_dtype():
-    module = torch.nn.Sequential(torch.nn.Linear(2, 2, dtype=torch.bfloat16))
-    module.config = SimpleNamespace()
-    assert upstream.flash_target_dtype(torch.zeros(1), module) == torch.bfloat16
-    assert upstream.flash_target_dtype(torch.zeros(1, dtype=torch.bfloat16), module) is None
-
-
 def test_a_configuration_without_a_limit_has_none():
     assert architecture.position_limits(tiny_model("xlnet")) == []  # it says -1
     assert architecture.position_limits(tiny_model("llama")) == [512]

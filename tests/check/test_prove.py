@@ -18,11 +18,11 @@ from tests.helpers.architectures import proven, tiny_config, tiny_model, with_he
 from tests.helpers.reference_flash import flash_attn_varlen_func, reference_flash
 from tests.helpers.reference_state import reference_state_kernels
 from tests.helpers.tiny import ADAPTERS, DTYPES, SEED, SHARING, lora
+from trl_paddingfree import upstream
 from trl_paddingfree.check.probe import LEAK_FRACTION, RowsAlone
 from trl_paddingfree.check.prove import UnprovenModelError, check_flat, prove
 from trl_paddingfree.flat.batch import FlatBatch
 from trl_paddingfree.model import attention, flat_model, forward
-from trl_paddingfree.model.architecture import configs_of
 from trl_paddingfree.model.flat_model import FlatModel
 from trl_paddingfree.model.routes import Route, choose_route
 
@@ -167,7 +167,7 @@ def test_limits_that_were_narrowed_are_as_wide_as_before(model_type, name):
     model = make(model_type, **{name: 2048})
     layers, seen = model.base_model.layers, set()
     layers[1] = copy.deepcopy(layers[1])  # with its own configuration
-    configs = configs_of(model.modules())
+    configs = upstream.configs_of(model.modules())
     model.base_model.register_forward_pre_hook(lambda *_: seen.update(getattr(each, name) for each in configs))
     assert check_flat(model, choose_route(model)).passed
     assert seen == {8}

@@ -37,8 +37,16 @@ class AttentionCalls:
     @once_per_layout
     def of(layout: FlatLayout, pads: bool = True) -> "AttentionCalls":
         """The calls of a layout. Unless it `pads`, all segments of a call have one shape."""
-        segments, calls = layout.segments, _calls(layout, pads)
-        lengths, key_lengths = np.array(segments.lengths), np.array(segments.key_lengths)
+        segments = layout.segments
+        shapes = [*zip(segments.lengths, segments.key_lengths, strict=True)]
+        # Adjacent ones of equal shape, or any of similar shape if that saves enough calls
+        calls = [list(run) for _, run in groupby(range(len(shapes)), shapes.__getitem__)]
+        grouped = segments_of_like_shape(segments.lengths, segments.key_lengths, PADDED_SHARE if pads else 0)
+        if layout.blocks is not None:  # each segment has a mask of its own
+            calls = [[i] for i in range(len(shapes))]
+        elif len(grouped) + _CALLS_OF_AN_ORDER < len(calls):
+            calls = grouped
+        lengths, key_lengths = np.array(shapes).T
         queries, keys = ([int(sizes[call].max()) for call in calls] for sizes in (lengths, key_lengths))
 
         order, numbers = np.concatenate(calls), list(map(len, calls))
@@ -55,16 +63,6 @@ class AttentionCalls:
             kv_index = segments.kv_index
             key_rows = layout.gather_index(index if kv_index is None else kv_index[index], segments.num_keys)
         return AttentionCalls(tuple(map(tuple, calls)), tuple(queries), tuple(keys), query_rows, key_rows, answers)
-
-
-def _calls(layout: FlatLayout, pads: bool) -> list[list[int]]:
-    """The segments of each call: adjacent ones of equal shape, or any of similar shape if that saves enough calls."""
-    lengths, key_lengths = layout.segments.lengths, layout.segments.key_lengths
-    if layout.blocks is not None:  # each segment has a mask of its own
-        return [[i] for i in range(len(lengths))]
-    neighbours = [list(run) for _, run in groupby(range(len(lengths)), lambda i: (lengths[i], key_lengths[i]))]
-    grouped = segments_of_like_shape(lengths, key_lengths, PADDED_SHARE if pads else 0)
-    return grouped if len(grouped) + _CALLS_OF_AN_ORDER < len(neighbours) else neighbours
 
 
 def _runs(firsts: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> np.ndarray:

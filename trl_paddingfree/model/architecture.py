@@ -1,7 +1,7 @@
 """What the public names of a model's layers and config tell: limits, RoPE types, dropout, checkpointable layers."""
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,6 @@ CACHES = ("cache", "past_key_values", "cache_params")
 def config_value(config: PreTrainedConfig, name: str) -> Any:
     """An entry of a configuration, possibly an alias; `None` if this type of model has none."""
     return getattr(config, name, None)  # no class lists all names: there are aliases, properties and extra keys
-
-
-def configs_of(modules: Iterable[torch.nn.Module]) -> list[PreTrainedConfig]:
-    """The configurations that modules hold: usually one, but a copied layer has its own."""
-    held = (vars(module).get("config") for module in modules)
-    return [config for config in held if isinstance(config, PreTrainedConfig)]
 
 
 def by_name(forward: Callable, args: Sequence[object], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -41,15 +35,6 @@ def position_limits(model: PreTrainedModel) -> list[int]:
     names = ("max_position_embeddings", "max_seq_len", "max_target_positions")
     values = [config_value(model.config.get_text_config(), name) for name in names]
     return [value for value in values if isinstance(value, int) and value > 0]  # XLNet has -1 for no limit
-
-
-def counts_positions_by_mask(model: PreTrainedModel) -> bool:
-    """Whether positions, if not given, are counted from the first token of a row (as in OPT), not by column."""
-    return any(
-        "attention_mask" in inspect.signature(module.forward).parameters
-        for module in model.modules()
-        if isinstance(module, torch.nn.Embedding)
-    )
 
 
 def attention_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -96,16 +81,6 @@ def rotary_limits(*configs: PreTrainedConfig) -> dict[str, int]:
 def rotary_reach(width: int, *configs: PreTrainedConfig) -> int | None:
     """`width`, if RoPE frequencies depend on the length of rows that wide, otherwise `None`."""
     return width if any(width >= limit for limit in rotary_limits(*configs).values()) else None
-
-
-def functional_dropout(model: torch.nn.Module) -> dict[str, float]:
-    """Rates of functional dropout, by attribute name: TRL's `disable_dropout` leaves it on."""
-    return {
-        name: value
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if not isinstance(module, torch.nn.Dropout) and isinstance(value, float) and "drop" in name and value > 0
-    }
 
 
 def decoder_of(model: PreTrainedModel) -> torch.nn.Module:

@@ -217,7 +217,9 @@ def layout_arguments(flat_model: "FlatModel", batch: FlatBatch) -> Iterator[Inpu
             hooks.enter_context(attributes_set(changes))
         if backend == "positions":  # by transformers' own arguments, in place of a mask
             if architecture.takes_images(model):  # past the vision tower, which would take them as its own
-                hooks.enter_context(architecture.decoder_of(model).register_forward_pre_hook(give_boundaries, with_kwargs=True))
+                hooks.enter_context(
+                    architecture.decoder_of(model).register_forward_pre_hook(give_boundaries, with_kwargs=True)
+                )
             else:
                 arguments |= boundaries(layout)
         try:

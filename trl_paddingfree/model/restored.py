@@ -41,10 +41,10 @@ def buffers_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
-        for held, before in attributes:
+        for held, kept in attributes:
             for name in [name for name in held if name.endswith(("max_seq_len_cached", "attention_scaling"))]:
-                if name in before:
-                    held[name] = before[name]
+                if name in kept:
+                    held[name] = kept[name]
                 else:
                     del held[name]
         for module, name, buffer, before in buffers:
