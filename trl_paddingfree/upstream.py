@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from transformers import AttentionInterface, PreTrainedModel, TrainingArguments
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, TrainingArguments
 
 from .versions import MovedNameError, with_head
 
@@ -26,15 +26,17 @@ def attention_function(name: str, module: torch.nn.Module) -> Callable:
     """The attention function that `module` would call under the implementation `name`."""
     if name != "eager":  # each modeling file defines its own, with the model's soft-capping or sinks
         return AttentionInterface()[name]
-    return sys.modules[type(module).__module__].eager_attention_forward
+    # As the layer's forward finds it, which may be inherited, or replaced by one that looks it up elsewhere
+    ours, name = type(module), "eager_attention_forward"
+    places = (inspect.unwrap(ours.forward).__globals__, *(vars(sys.modules[base.__module__]) for base in ours.__mro__))
+    return next(place[name] for place in places if name in place)
 
 
 def text_models(model: PreTrainedModel) -> list[PreTrainedModel]:
     """The `PreTrainedModel`s within a model that process text, whose attention is ours over flat batches."""
     # A vision tower keeps its own attention: Qwen's checks for flash attention by name, and otherwise loops over chunks
     is_text = model.config.get_text_config() is model.config
-    modules = (model if is_text else model.get_decoder()).modules()
-    return [module for module in modules if isinstance(module, PreTrainedModel)]
+    return [x for x in (model if is_text else model.get_decoder()).modules() if isinstance(x, PreTrainedModel)]
 
 
 def takes_attention_function(model: PreTrainedModel) -> bool:
@@ -52,29 +54,28 @@ def attn_implementation(model: PreTrainedModel) -> str:
     return model.config.get_text_config()._attn_implementation
 
 
+def configs_of(modules: Iterable[torch.nn.Module]) -> list[PreTrainedConfig]:
+    """The configurations that modules hold: usually one, but a copied layer has its own."""
+    return [x for module in modules if isinstance(x := vars(module).get("config"), PreTrainedConfig)]
+
+
 def set_attn_implementation(model: PreTrainedModel, name: str) -> None:
     """
-    Set a registered attention implementation on the text model and its submodels. transformers' public method checks
-    names against installed kernels again, and for some models (GPT-OSS) rejects all but a few.
+    Set a registered attention implementation wherever the text model has its present one. transformers' public method
+    checks names against installed kernels again, and for some models (GPT-OSS) rejects all but a few.
     """
-    model.config.get_text_config()._attn_implementation = name
-    for module in text_models(model):
-        module.config._attn_implementation = name
+    before = str(attn_implementation(model))
+    configs = [each for part in text_models(model) for each in configs_of(part.modules())]
+    for config in (model.config.get_text_config(), *configs):
+        if str(config._attn_implementation) == before:
+            config._attn_implementation = name
 
 
 def flash_attention_forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """Flash attention from the package that `attn_implementation` names. Registered functions ask the config for it."""
     from transformers.modeling_flash_attention_utils import _flash_attention_forward, flash_attn_supports_top_left_mask
 
-    use_top_left_mask = flash_attn_supports_top_left_mask()
-    return _flash_attention_forward(query, key, value, use_top_left_mask=use_top_left_mask, **kwargs)
-
-
-def flash_target_dtype(query: torch.Tensor, module: torch.nn.Module) -> torch.dtype | None:
-    """The dtype to which transformers casts float32 queries for flash attention: PEFT keeps norms in float32."""
-    from transformers.integrations.flash_attention import get_target_dtype
-
-    return get_target_dtype(query, module)
+    return _flash_attention_forward(query, key, value, use_top_left_mask=flash_attn_supports_top_left_mask(), **kwargs)
 
 
 def preparation(trl_trainer: Any, trl_config: Any, *arguments: Any, **read: Any) -> Callable[..., Any]:

@@ -26,8 +26,9 @@ from trl_paddingfree.flat.counts import BatchCounts
 
 # Of models in float32: logits of about 10 after two layers, and gradients relative to the largest of their tensor
 TOLERANCE = 1e-4
-# Attention, windows, absolute positions (by columns, by the mask), experts, layers with a state
+# Attention, windows, absolute positions (by columns, by the mask), experts, layers with a state, a head of its own
 MODELS = ("llama", "mistral", "gemma3_text", "gpt2", "opt", "qwen3_moe", "mixtral", "qwen3_next", "lfm2", "falcon_h1")
+MODELS += ("modernbert-decoder",)
 NOTHING = BatchCounts()
 
 

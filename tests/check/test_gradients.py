@@ -351,6 +351,12 @@ def test_of_layers_of_one_kind_in_a_large_model_the_first_and_the_last_compute_a
     assert "weights, large or sharded, were not compared" in str(result.not_compared)
 
 
+def test_layers_that_run_several_times_are_not_left_out(monkeypatch):
+    model = deep(monkeypatch)
+    model.model.layers = torch.nn.ModuleList([*model.model.layers[:2]] * 4)
+    assert "left out" not in str(proven(model).not_compared)
+
+
 def test_the_gradient_of_a_large_weight_is_compared_along_one_direction(monkeypatch):
     monkeypatch.setattr("trl_paddingfree.check.gradients._WHOLE", 100)
     model = make()

@@ -18,6 +18,7 @@ from tests.helpers.architectures import proven, tiny_config, tiny_model, with_he
 from tests.helpers.reference_flash import flash_attn_varlen_func, reference_flash
 from tests.helpers.reference_state import reference_state_kernels
 from tests.helpers.tiny import ADAPTERS, DTYPES, SEED, SHARING, lora
+from trl_paddingfree import upstream
 from trl_paddingfree.check.probe import LEAK_FRACTION, RowsAlone
 from trl_paddingfree.check.prove import UnprovenModelError, check_flat, prove
 from trl_paddingfree.flat.batch import FlatBatch
@@ -164,11 +165,13 @@ def test_a_window_that_does_not_reach_attention_is_caught_however_wide_it_is(win
 )
 def test_limits_that_were_narrowed_are_as_wide_as_before(model_type, name):
     model = make(model_type, **{name: 2048})
-    seen = set()
-    model.base_model.register_forward_pre_hook(lambda *_: seen.add(getattr(model.config, name)))
+    layers, seen = model.base_model.layers, set()
+    layers[1] = copy.deepcopy(layers[1])  # with its own configuration
+    configs = upstream.configs_of(model.modules())
+    model.base_model.register_forward_pre_hook(lambda *_: seen.update(getattr(each, name) for each in configs))
     assert check_flat(model, choose_route(model)).passed
     assert seen == {8}
-    assert getattr(model.config, name) == 2048
+    assert {getattr(each, name) for each in configs} == {2048}
     assert {vars(module)[name] for module in model.modules() if vars(module).get(name)} <= {2048}
 
 

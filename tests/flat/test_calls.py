@@ -1,7 +1,6 @@
 """Calls of attention: every segment once, its keys beside it, and padding that costs less than calls."""
 
 import numpy as np
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -46,14 +45,3 @@ def test_padding_costs_less_than_the_calls_that_it_saves(data):
         computed = len(group) * max(lengths[i] for i in group) * max(keys[i] for i in group)
         pairs = [lengths[i] * keys[i] for i in group]
         assert computed - sum(pairs) <= min(PAIRS_OF_A_CALL * (len(group) - 1), PADDED_SHARE * sum(pairs))
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (30, 30), (5, 90)], ids=str)
-def test_segments_of_one_shape_are_one_group(shape):
-    lengths, keys = zip(*[shape] * 7, strict=True)
-    assert segments_of_like_shape(lengths, keys) == [list(range(7))]
-
-
-def test_long_segments_are_alone():
-    lengths = [200, 190, 180, 170]
-    assert segments_of_like_shape(lengths, lengths) == [[0], [1], [2], [3]]

@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from tests.helpers.architectures import is_older, tiny_model
+from tests.helpers.flat_and_padded import flat_model
 from tests.helpers.memory import BOLD, CAUTIOUS, KINDS, LAYERS, budgeted, byte_per_token, layered, ready, with_images
 from tests.helpers.reference_flash import varlen_on
 from tests.helpers.reference_state import reference_state_kernels
@@ -223,9 +224,15 @@ def test_counting_leaves_the_model_as_it_was(folder):
     assert all(torch.equal(a, b) for a, b in zip(weights, trainer.model.parameters(), strict=True))
 
 
-def test_counting_bytes_leaves_frequencies_as_they_were(data):
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_counting_bytes_leaves_frequencies_as_they_were(model_type):
     """Those of rows longer than all of training would stay."""
-
-    given = {**layered("grpo"), "model": make_model(**following_rotary(24, "dynamic"))}
-    rotary = run("grpo", "flat", **given, train_dataset=data, memory_budget=8, steps=1).trainer.model.model.rotary_emb
-    assert rotary.max_seq_len_cached < 60
+    options = following_rotary(24, "dynamic")
+    if model_type != "llama":  # has frequencies of each kind of layer, and notes their lengths once there are any
+        kinds = ["full_attention", "sliding_attention"]
+        options |= {"rope_parameters": dict.fromkeys(kinds, options["rope_parameters"]), "layer_types": kinds}
+    model = make_model(model_type, **options)
+    rotary = model.model.rotary_emb
+    before = {**vars(rotary)}
+    count_kept_bytes(model, flat_model(model).route)
+    assert vars(rotary) == before

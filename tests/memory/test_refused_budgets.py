@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from datasets import concatenate_datasets
+from transformers import LlamaForCausalLM
 
 from tests.helpers.memory import budgeted, layered, with_images
 from tests.helpers.tiny import ROUTED, SEED, conversations, make_model, preference_data
@@ -97,6 +98,12 @@ def test_the_memory_that_vllm_leaves_is_not_guessed(data):
     options = {"use_vllm": True, "vllm_mode": "colocate", "memory_budget": "auto"}
     with pytest.raises(ValueError, match="does not know what vLLM leaves"):
         run("grpo", "shared", **layered("grpo"), train_dataset=data, **options)
+
+
+def test_a_model_that_cannot_recompute_is_refused(monkeypatch):
+    monkeypatch.setattr(LlamaForCausalLM, "supports_gradient_checkpointing", False)
+    with pytest.raises(ValueError, match="`memory_budget=8.0`: LlamaForCausalLM has no layers that can recompute"):
+        run("sft", "shared", memory_budget=8)
 
 
 def test_a_budget_wants_to_see_images():

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 from torch.nn.attention import varlen
+from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
@@ -29,7 +31,7 @@ from trl_paddingfree.model.attention import (
     takes_varlen,
     torch_varlen,
 )
-from trl_paddingfree.model.masks import FlatMask, dense_mask
+from trl_paddingfree.model.masks import FlatMask
 
 # float64 against float32 scores of the stand-in kernel: rounding of sums over at most 30 keys of order one
 FLOAT32 = 2e-6
@@ -169,6 +171,17 @@ def test_backends_equal_the_dense_mask(previous, feature):
             compare(backend, previous, module, states(segments, **shape), segments, tolerance, {**kwargs}, options)
 
 
+@pytest.mark.parametrize("name", SEGMENTS)
+def test_functions_of_ones_own_may_place_queries_by_lengths(monkeypatch, name):
+    def by_lengths(module, query, key, value, attention_mask, scaling):
+        seen = causal_lower_right(query.size(2), key.size(2))
+        return functional.scaled_dot_product_attention(query, key, value, seen, scale=scaling).transpose(1, 2), None
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", by_lengths)
+    segments, kwargs = SEGMENTS[name], {"scaling": 0.3}
+    compare("segment", "sdpa", Attention(1), states(segments), segments, FLOAT64, kwargs, kwargs)
+
+
 @pytest.mark.parametrize("feature", ["plain", "grouped", "window", "narrow value", "scale"])
 @pytest.mark.parametrize("backend", ["varlen", "flash"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -261,17 +274,6 @@ def test_layout_in_chunks_equals_the_dense_mask_cut_into_chunks():
         assert (FlatLayout.from_segments(segments).chunked(size).segments.dense_mask() == expected).all(), seed
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_dense_mask_of_a_layout_is_that_of_its_segments(window):
-    for segments in SEGMENTS.values():
-        mask = dense_mask(FlatLayout.from_segments(segments), window, torch.float32)
-        expected = segments.dense_mask()
-        if window is not None:
-            expected = expected & (segments.position_ids[None] > segments.position_ids[:, None] - window)
-        assert ((mask == 0).numpy() == expected).all()
-        assert (mask[mask != 0] == torch.finfo(torch.float32).min).all()
-
-
 def test_gradients_of_shared_keys_add_up_in_float32():
     """1,000 copies of one key, each with a gradient of 1: bfloat16 would stop counting at 256."""
     copies = 1000
@@ -302,11 +304,6 @@ def test_varlen_takes_no_call_that_its_kernel_cannot_compute(kwargs, options):
     with varlen_on():
         assert takes_varlen(plain, {"softcap": None, "dropout": 0.0})
         assert not takes_varlen(query, kwargs)
-
-
-def test_what_the_varlen_kernel_lacks_goes_to_segments():
-    segments = SEGMENTS["nested"]
-    compare("varlen", "sdpa", Attention(1), states(segments), segments, FLOAT64, {"scaling": 8**-0.5}, {})
 
 
 @SHARING
@@ -424,12 +421,12 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_segments_of_about_one_shape_are_one_call(monkeypatch, name):
-    calls, sdpa = [], AttentionInterface()["sdpa"]
+    calls, sdpa = [], functional.scaled_dot_product_attention
 
-    def counted(module, query, *args, **kwargs):
+    def counted(query, *args, **kwargs):
         calls.append(tuple(query.shape))
-        return sdpa(module, query, *args, **kwargs)
+        return sdpa(query, *args, **kwargs)
 
-    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", counted)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", counted)
     ATTENTION["segment"](FlatLayout.from_segments(SEGMENTS[name]), "sdpa", Attention(1), *states(SEGMENTS[name]))
     assert calls == CALLS[name]

@@ -212,7 +212,11 @@ CASES = {
         "prompts": {"data": prompt_completions},
         "prompts, all scored": {"data": prompt_completions, "completion_only_loss": False, "pad_to_multiple_of": 8},
         "dft": {"data": language_modeling, "loss_type": "dft"},
-        "label smoothing": {"data": language_modeling, "label_smoothing_factor": 0.1},
+        "label smoothing": {
+            "make": model("sft", "modernbert-decoder"),  # whose `get_decoder` gives a part of its head
+            "data": language_modeling,
+            "label_smoothing_factor": 0.1,
+        },
         "turns": {"data": turn_by_turn, "assistant_only_loss": True, "gradient_accumulation_steps": 2},
         "tools": {"data": with_tools(conversations)},
         "tokenized": {"data": tokenized, "dataset_kwargs": {"skip_prepare_dataset": True}},

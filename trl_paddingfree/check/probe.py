@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import send_to_device
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
@@ -63,12 +63,7 @@ def set_where(
     they hold: those for which `is_meant(holder, name, x)` is true.
     """
     modules = [*modules]
-    configs = [
-        config
-        for module in modules
-        if isinstance(module, PreTrainedModel)
-        for config in (module.config, module.config.get_text_config())
-    ]
+    configs = [each for config in upstream.configs_of(modules) for each in (config, config.get_text_config())]
     holders = {id(holder): holder for holder in (*configs, *modules)}.values()
     return attributes_set(
         (holder, name, value(x)) for holder in holders for name, x in vars(holder).items() if is_meant(holder, name, x)
@@ -84,8 +79,7 @@ def narrowed(model: torch.nn.Module) -> AbstractContextManager[None]:
     def is_wide(holder, name, value):
         if not isinstance(value, int) or value <= _NARROW:
             return False
-        other_names = holder.attribute_map if isinstance(holder, PreTrainedConfig) else {}
-        return name in (*LIMITS, *(other_names.get(limit) for limit in LIMITS))
+        return name in (*LIMITS, *map(getattr(holder, "attribute_map", {}).get, LIMITS))  # a configuration has aliases
 
     widths = dict[object, int]()
     return set_where(model.modules(), is_wide, lambda x: _NARROW + widths.setdefault(x, len(widths)))

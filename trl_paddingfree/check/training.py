@@ -16,6 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedModel
 
 from .. import upstream
+from ..model.architecture import decoder_of
 from ..model.flat_model import FlatModel
 from ..model.restored import attributes_set, buffers_restored, local_part, random_state_restored
 from .probe import Call, set_where, undisturbed
@@ -134,7 +135,7 @@ def _one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[tuple[str, ...]]
     skipped = []
     outputs: dict[str, Output] = {}
     left_out = []
-    stacks = [each for each in model.get_decoder().named_children() if isinstance(each[1], torch.nn.ModuleList)]
+    stacks = [(name, [*x]) for name, x in decoder_of(model).named_children() if isinstance(x, torch.nn.ModuleList)]
     with ExitStack() as hooks:
         for name, stack in () if is_sharded(model) else stacks:
             kinds, numbers = [_kind(layer) for layer in stack], []
@@ -142,7 +143,7 @@ def _one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[tuple[str, ...]]
                 if kind not in kinds[:i]:
                     keep = partial(outputs.__setitem__, kind)
                     hooks.enter_context(layer.register_forward_hook(lambda _, args, output, keep=keep: keep(output)))
-                elif kind in kinds[i + 1 :]:
+                elif kind in kinds[i + 1 :] and stack.count(layer) == 1:
                     skipped.append((layer, "forward", partial(_passed_on, outputs, kind)))
                     numbers.append(str(i))
             if numbers:
@@ -232,20 +233,18 @@ def frozen_layers_tried(model: PreTrainedModel) -> Iterator[list[str]]:
         if outputs and (gradient is None or not gradient.any()):
             lost.append(f"`{name}` ({type(module).__name__})")
 
+    def is_zero(weight):  # as in blocks newly added to a model, so that no gradient flows through it
+        is_plain = type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.is_floating_point()
+        return is_plain and weight.dtype.itemsize > 1 and not weight.any()
+
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             # Quantized weights may be integer buffers. Floating-point buffers may be tables, which have no gradient
             quantized = [x for x in module.buffers(recurse=False) if not x.is_floating_point()]
             weights = [*module.parameters(recurse=False), *quantized]
-            if not any(x.requires_grad for x in weights) and any(x.ndim > 1 and not _is_zero(x) for x in weights):
+            if not any(x.requires_grad for x in weights) and any(x.ndim > 1 and not is_zero(x) for x in weights):
                 hooks.enter_context(module.register_forward_pre_hook(partial(differentiate, name), with_kwargs=True))
         yield lost
-
-
-def _is_zero(weight: torch.Tensor) -> bool:
-    """Whether a weight is all zeros, as in blocks newly added to a model, so that no gradient flows through it."""
-    is_plain = type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.is_floating_point()
-    return is_plain and weight.dtype.itemsize > 1 and not weight.any()
 
 
 class OthersWaitError(ValueError):
@@ -264,15 +263,13 @@ def raise_if_others_wait(model: PreTrainedModel, error: Exception) -> None:
 
 def raise_if_weights_are_awaited(model: PreTrainedModel, error: Exception) -> None:
     """Raise the `error` of a pass if other processes may be waiting for this one's weights, and have not failed too."""
-    if is_sharded(model) and dist.is_initialized() and not _have_all_failed():
-        raise OthersWaitError(f"{type(error).__name__}, on this process only: {error}") from error
-
-
-def _have_all_failed() -> bool:
-    """Whether all processes get here within seconds. Uses no collective, which those that wait could not join."""
+    if not is_sharded(model) or not dist.is_initialized():
+        return
+    # All that fail get here within seconds. No collective, which those that wait could not join
     store, key = upstream.process_store(), f"trl_paddingfree/failed/{next(_FAILURES)}"
     store.add(key, 1)
     end = time.monotonic() + _SECONDS
-    while (failed := store.add(key, 0)) < dist.get_world_size() and time.monotonic() < end:
+    while store.add(key, 0) < dist.get_world_size():
+        if time.monotonic() >= end:
+            raise OthersWaitError(f"{type(error).__name__}, on this process only: {error}") from error
         time.sleep(0.05)
-    return failed == dist.get_world_size()

@@ -35,10 +35,18 @@ class AttentionCalls:
 
     @staticmethod
     @once_per_layout
-    def of(layout: FlatLayout) -> "AttentionCalls":
-        """The calls of a layout."""
-        segments, calls = layout.segments, _calls(layout)
-        lengths, key_lengths = np.array(segments.lengths), np.array(segments.key_lengths)
+    def of(layout: FlatLayout, pads: bool = True) -> "AttentionCalls":
+        """The calls of a layout. Unless it `pads`, all segments of a call have one shape."""
+        segments = layout.segments
+        shapes = [*zip(segments.lengths, segments.key_lengths, strict=True)]
+        # Adjacent ones of equal shape, or any of similar shape if that saves enough calls
+        calls = [list(run) for _, run in groupby(range(len(shapes)), shapes.__getitem__)]
+        grouped = segments_of_like_shape(segments.lengths, segments.key_lengths, PADDED_SHARE if pads else 0)
+        if layout.blocks is not None:  # each segment has a mask of its own
+            calls = [[i] for i in range(len(shapes))]
+        elif len(grouped) + _CALLS_OF_AN_ORDER < len(calls):
+            calls = grouped
+        lengths, key_lengths = np.array(shapes).T
         queries, keys = ([int(sizes[call].max()) for call in calls] for sizes in (lengths, key_lengths))
 
         order, numbers = np.concatenate(calls), list(map(len, calls))
@@ -57,25 +65,18 @@ class AttentionCalls:
         return AttentionCalls(tuple(map(tuple, calls)), tuple(queries), tuple(keys), query_rows, key_rows, answers)
 
 
-def _calls(layout: FlatLayout) -> list[list[int]]:
-    """The segments of each call: adjacent ones of equal shape, or any of similar shape if that saves enough calls."""
-    lengths, key_lengths = layout.segments.lengths, layout.segments.key_lengths
-    if layout.blocks is not None:  # each segment has a mask of its own
-        return [[i] for i in range(len(lengths))]
-    neighbours = [list(run) for _, run in groupby(range(len(lengths)), lambda i: (lengths[i], key_lengths[i]))]
-    grouped = segments_of_like_shape(lengths, key_lengths)
-    return grouped if len(grouped) + _CALLS_OF_AN_ORDER < len(neighbours) else neighbours
-
-
 def _runs(firsts: np.ndarray, lengths: np.ndarray, slots: np.ndarray) -> np.ndarray:
     """For each `i`, `lengths[i]` numbers that count from `firsts[i]`, the last one repeated to fill `slots[i]`."""
     within = np.arange(slots.sum()) - np.repeat(np.cumsum(slots) - slots, slots)
     return np.repeat(firsts, slots) + np.minimum(within, np.repeat(lengths - 1, slots))
 
 
-def segments_of_like_shape(lengths: Sequence[int], key_lengths: Sequence[int]) -> list[list[int]]:
+def segments_of_like_shape(
+    lengths: Sequence[int], key_lengths: Sequence[int], share: int = PADDED_SHARE
+) -> list[list[int]]:
     """
-    Group segments, given their queries and keys, where padding costs less than separate calls.
+    Group segments, given their queries and keys, where padding costs less than separate calls. It is at most a `share`
+    of a segment's own pairs.
 
     Branches (segments that continue others) need a mask and roots do not, so the two are never grouped together.
 
@@ -90,7 +91,7 @@ def segments_of_like_shape(lengths: Sequence[int], key_lengths: Sequence[int]) -
         if groups and is_branch[groups[-1][0]] == is_branch[i]:  # its first segment has the most keys: `keys`
             longest = max(queries, lengths[i])
             padding = (longest - queries) * keys * len(groups[-1]) + longest * keys - lengths[i] * key_lengths[i]
-            if padding <= min(PAIRS_OF_A_CALL, PADDED_SHARE * lengths[i] * key_lengths[i]):
+            if padding <= min(PAIRS_OF_A_CALL, share * lengths[i] * key_lengths[i]):
                 groups[-1].append(i)
                 queries = longest
                 continue

@@ -6,8 +6,7 @@ a linear function of a few `features` of the batch. Attention and recurrences th
 uneven shares of the tokens, keep more than that: a single factor covers the largest excess seen.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,7 +15,6 @@ import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..flat.slices import NO_WINDOW
@@ -100,7 +98,14 @@ def count_kept_bytes(
     group = FlatModel.group_of(model)
     even, odd = _batches(model, route)
     features, counts = [], []
-    with _as_in_training(model, layers), keys_noted(model) as noted:
+    recomputing = [(x, "gradient_checkpointing", False) for layer in layers for x in checkpointing_layers(layer)]
+    with (
+        attributes_set([*((module, "training", True) for module in model.modules()), *recomputing]),
+        buffers_restored(model.modules()),
+        random_state_restored(model),
+        torch.enable_grad(),
+        keys_noted(model) as noted,
+    ):
         for inputs in [*map(_as_inputs, even), *with_images, *map(_as_inputs, odd)]:
             counter = SavedBytes(model, layers)
             inputs = send_to_device(inputs, device or model.device)
@@ -173,16 +178,3 @@ def _nonnegative(features: np.ndarray, counts: np.ndarray, *without: int) -> np.
         if solution.min() >= -_NEGLIGIBLE * counts.max():
             return np.maximum(solution, 0) / scale
         scale[solution.argmin()] = np.inf
-
-
-@contextmanager
-def _as_in_training(model: PreTrainedModel, layers: Sequence[GradientCheckpointingLayer]) -> Iterator[None]:
-    """Training mode with gradients and without recomputation. Restores everything on exit."""
-    recomputing = [(x, "gradient_checkpointing", False) for layer in layers for x in checkpointing_layers(layer)]
-    with (
-        attributes_set([*((module, "training", True) for module in model.modules()), *recomputing]),
-        buffers_restored(model.modules()),
-        random_state_restored(model),
-        torch.enable_grad(),
-    ):
-        yield

@@ -37,15 +37,6 @@ def position_limits(model: PreTrainedModel) -> list[int]:
     return [value for value in values if isinstance(value, int) and value > 0]  # XLNet has -1 for no limit
 
 
-def counts_positions_by_mask(model: PreTrainedModel) -> bool:
-    """Whether positions, if not given, are counted from the first token of a row (as in OPT), not by column."""
-    return any(
-        "attention_mask" in inspect.signature(module.forward).parameters
-        for module in model.modules()
-        if isinstance(module, torch.nn.Embedding)
-    )
-
-
 def attention_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules that compute attention, recognized by transformers' class names."""
     return [module for module in model.modules() if "Attention" in type(module).__name__]
@@ -90,16 +81,6 @@ def rotary_limits(*configs: PreTrainedConfig) -> dict[str, int]:
 def rotary_reach(width: int, *configs: PreTrainedConfig) -> int | None:
     """`width`, if RoPE frequencies depend on the length of rows that wide, otherwise `None`."""
     return width if any(width >= limit for limit in rotary_limits(*configs).values()) else None
-
-
-def functional_dropout(model: torch.nn.Module) -> dict[str, float]:
-    """Rates of functional dropout, by attribute name: TRL's `disable_dropout` leaves it on."""
-    return {
-        name: value
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if not isinstance(module, torch.nn.Dropout) and isinstance(value, float) and "drop" in name and value > 0
-    }
 
 
 def decoder_of(model: PreTrainedModel) -> torch.nn.Module:

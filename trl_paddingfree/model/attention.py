@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.flash_attention import get_target_dtype
 
 from .. import upstream
 from ..flat.batch import Inputs
@@ -38,9 +39,12 @@ def segment_attention(layout: FlatLayout, previous: str, module, query, key, val
     """The model's own attention, by groups of like segments ([`AttentionCalls`]): exact on every device and dtype."""
     # Eager functions have no public name
     attend = upstream.attention_function(previous, module) if previous == "eager" else AttentionInterface()[previous]
-    calls = AttentionCalls.of(layout)
+    # Functions of the user's own, even under transformers' names, may place queries by the number of keys
+    pads = getattr(attend, "__globals__", {}).get("__name__", "").startswith("transformers.")
+    calls = AttentionCalls.of(layout, pads)
     # Eager functions add their mask to the scores
-    masks = masks_of_calls(layout, kwargs.pop("sliding_window", None), query.dtype if previous == "eager" else None)
+    dtype = query.dtype if previous == "eager" else None
+    masks = masks_of_calls(layout, kwargs.pop("sliding_window", None), dtype, pads)
     outputs = []
     query, key, value = gathered(query, calls.query_rows), *(gathered(x, calls.key_rows) for x in (key, value))
     numbers = list(map(len, calls.segments))
@@ -58,7 +62,7 @@ def segment_attention(layout: FlatLayout, previous: str, module, query, key, val
 
 def flash_attention(layout: FlatLayout, previous: str, module, query, key, value, scaling=None, **kwargs):
     """transformers' own flash attention call, for flash-attn 2/3/4 and hub kernels, with our boundaries."""
-    dtype = upstream.flash_target_dtype(query, module)
+    dtype = get_target_dtype(query, module)  # transformers casts float32 queries: PEFT keeps norms in float32
     q, k, v = (states[None] for states in _flat_states(query, key, value, dtype, layout.kv_gather))
     if kwargs.get("s_aux") is not None:
         kwargs["s_aux"] = kwargs["s_aux"].to(q.dtype)
@@ -173,14 +177,6 @@ ATTENTION: dict[BackendName, Attention] = {
 }
 
 
-def _scaled_gathered(query: torch.Tensor, module: torch.nn.Module, layout: FlatLayout) -> torch.Tensor:
-    """Queries scaled by position in their row (Llama 4); their layer has used the position on the flat axis."""
-    held = vars(module)
-    if held["use_rope"] or max(query.size(2), layout.segments.max_seqlen_k) < held["floor_scale"]:
-        return query
-    return (query * scale_of_rows(layout, held["floor_scale"], held["attn_scale"])[:, None]).to(query.dtype)
-
-
 @once_per_layout
 def scale_of_rows(layout: FlatLayout, floor_scale: float, attn_scale: float) -> torch.Tensor:
     """`(T,)` float32: factors that turn a scale by flat position into one by position in the row."""
@@ -197,9 +193,13 @@ def _dispatch(attend: Attention, previous: str, module, query, key, value, atten
         if context.carry is not None:
             context = context.carry.within(context, kwargs.get("sliding_window"))
         kwargs = {name: x for name, x in kwargs.items() if name not in BOUNDARIES}
-        if vars(module).get("attn_temperature_tuning"):  # Llama 4
-            query = _scaled_gathered(query, module, context.layout)
-        call = partial(attend, context.layout, previous)
+        layout, held = context.layout, vars(module)
+        # Llama 4 scales queries by position in their row; their layer has used the position on the flat axis
+        if held.get("attn_temperature_tuning") and not held["use_rope"]:
+            floor = held["floor_scale"]
+            if max(query.size(2), layout.segments.max_seqlen_k) >= floor:
+                query = (query * scale_of_rows(layout, floor, held["attn_scale"])[:, None]).to(query.dtype)
+        call = partial(attend, layout, previous)
         if context.watch is not None:
             call = partial(context.watch, call, context, module)
         for others in (context.carry, context.group):  # the group's exchange wraps the slice's attention

@@ -208,7 +208,9 @@ def layout_arguments(flat_model: "FlatModel", batch: FlatBatch) -> Iterator[Inpu
             hooks.enter_context(attributes_set(changes))
         if backend == "positions":  # by transformers' own arguments, in place of a mask
             if architecture.takes_images(model):  # past the vision tower, which would take them as its own
-                hooks.enter_context(model.get_decoder().register_forward_pre_hook(give_boundaries, with_kwargs=True))
+                hooks.enter_context(
+                    architecture.decoder_of(model).register_forward_pre_hook(give_boundaries, with_kwargs=True)
+                )
             else:
                 arguments |= boundaries(layout)
         try:
@@ -236,7 +238,7 @@ def flat_backbone(
     """
     model = flat_model.model
     # The forward of some models (OPT) calls the decoder within the backbone that TRL's head calls
-    backbones = {model.base_model, model.get_decoder() if calls_decoder else model.base_model}
+    backbones = {model.base_model, architecture.decoder_of(model) if calls_decoder else model.base_model}
     answers: list[BaseModelOutput] = []
 
     def give_head(module, args, outputs):

@@ -160,13 +160,15 @@ class FlatMask(torch.Tensor):
 
 
 @once_per_layout
-def masks_of_calls(layout: FlatLayout, window: int | None, dtype: torch.dtype | None) -> list[torch.Tensor | None]:
+def masks_of_calls(
+    layout: FlatLayout, window: int | None, dtype: torch.dtype | None, pads: bool = True
+) -> list[torch.Tensor | None]:
     """
     The mask of each of the [`~trl_paddingfree.flat.calls.AttentionCalls`] of a layout, made once per batch and shared
     by all layers: see [`_segment_mask`]. `None` where plain causal attention is equivalent.
     """
     masks = []
-    for segments in AttentionCalls.of(layout).segments:
+    for segments in AttentionCalls.of(layout, pads).segments:
         shapes = tuple((layout.segments.starts[i], layout.segments.lengths[i]) for i in segments)
         shapes = shapes[:1] if len(set(shapes)) == 1 else shapes
         seen = window if window is not None and window < max(map(sum, shapes)) else None

@@ -20,7 +20,7 @@ from transformers.utils import logging
 from .. import upstream
 from ..flat.batch import FlatBatch, Inputs
 from .adapters import why_padded
-from .architecture import CACHES, TYPE_ROWS, by_name, takes_images, wants
+from .architecture import CACHES, TYPE_ROWS, by_name, decoder_of, takes_images, wants
 from .attention import StandIn
 from .flat_model import FlatModel
 from .forward import flat_backbone, flat_inputs, layout_arguments
@@ -60,7 +60,7 @@ class PaddedCalls(PaddedRows):
         """Have the model of `flat_model` compute padded calls flat."""
         calls, model = flat_model.padded or cls(flat_model), flat_model.model
         # The forward of some models (OPT) bypasses the backbone and calls the decoder inside
-        for backbone in {model.base_model, model.base_model if takes_images(model) else model.get_decoder()}:
+        for backbone in {model.base_model, model.base_model if takes_images(model) else decoder_of(model)}:
             if not mark_of(backbone, ATTRIBUTE):
                 calls._bind(backbone)
             elif (other := vars(backbone)[ATTRIBUTE][0]) is not calls:

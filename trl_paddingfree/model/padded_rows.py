@@ -26,7 +26,9 @@ class PaddedRows:
         self.flat_model = flat_model
         self.model = model = flat_model.model
         self.classifies_rows = type(model).__name__.endswith("ForSequenceClassification")
-        self.counts_by_mask = architecture.counts_positions_by_mask(model)
+        # Whether positions, if not given, are counted from the first token of a row (as in OPT), not by column
+        embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+        self.counts_by_mask = any("attention_mask" in inspect.signature(x.forward).parameters for x in embeddings)
         # Token types, which tokenizers return even for models that do not take them
         self.ignored = {*TYPE_ROWS} - inspect.signature(model.base_model.forward).parameters.keys()
         self.follows_longest = bool(architecture.rotary_limits(model.config.get_text_config()))

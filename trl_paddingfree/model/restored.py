@@ -36,12 +36,17 @@ def buffers_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
         # No forward changes packed weights and masks, which may be as large as everything else
         if x.is_floating_point() or x.ndim < 2
     ]
-    ends = "max_seq_len_cached"  # the lengths for which frequencies were made
-    lengths = [(module, name, x) for module in modules for name, x in vars(module).items() if name.endswith(ends)]
+    # With what rotary embeddings note of their frequencies: those of a kind of layers nothing before they first change
+    attributes = [(vars(module), {**vars(module)}) for module in modules]
     try:
-        with attributes_set(lengths):
-            yield
+        yield
     finally:
+        for held, kept in attributes:
+            for name in [name for name in held if name.endswith(("max_seq_len_cached", "attention_scaling"))]:
+                if name in kept:
+                    held[name] = kept[name]
+                else:
+                    del held[name]
         for module, name, buffer, before in buffers:
             if not torch.equal(buffer, before):
                 buffer.copy_(before)

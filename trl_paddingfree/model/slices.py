@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..flat.batch import FlatBatch, Inputs
+from ..flat.batch import FlatBatch
 from ..flat.layout import Attended, Attention, FlatLayout
 from ..flat.segments import something_to_compute
 from ..flat.slices import NO_WINDOW, Slice, What, handed_on, slices_of
@@ -140,7 +140,10 @@ def _decoder_in_slices(
     of_windows = {(id(batch.layout), NO_WINDOW): slices}  # layers find these, or add those for their layout and window
     if args:
         kwargs = by_name(forward, args, kwargs)
-    masks, visual = kwargs.pop("attention_mask"), _visual_places(kwargs, cuts)
+    masks, visual = kwargs.pop("attention_mask"), None
+    if kwargs.get(_DEEPSTACK) is not None:  # where the cuts lie among the image tokens, whose features it adds
+        seen = torch.nn.functional.pad(kwargs["visual_pos_masks"].flatten().cumsum(0), (1, 0))
+        visual = seen[torch.tensor(cuts)].tolist()  # waits for the device, once per pass
     # For each slice, which tokens of this process's batch it computes, and how many of them count
     spans, sizes = [each.span for each in slices], np.diff(cuts).tolist()
     if group is not None:
@@ -211,11 +214,3 @@ def _of_slice(value: torch.Tensor, name: str, span: range, total: int, reach: in
     if is_position or own.dtype == torch.bool:
         extra = torch.full_like(extra, reach - 1 if is_position else False)
     return torch.cat([own, extra], dim)
-
-
-def _visual_places(arguments: Inputs, cuts: tuple[int, ...]) -> list[int] | None:
-    """Where the cuts lie among the image tokens, if the decoder adds features of these; otherwise `None`."""
-    if arguments.get(_DEEPSTACK) is None:
-        return None
-    seen = torch.nn.functional.pad(arguments["visual_pos_masks"].flatten().cumsum(0), (1, 0))
-    return seen[torch.tensor(cuts)].tolist()  # waits for the device, once per pass

@@ -26,7 +26,7 @@ from ..flat.batch import Inputs
 from ..flat.layout import FlatLayout, Gather, once_per_layout
 from ..flat.pieces import PathRows
 from ..flat.segments import Segments
-from .architecture import CACHES, config_value
+from .architecture import CACHES, config_value, decoder_of
 from .masks import BOUNDARIES, FlatMask, PassContext, boundaries, causal_mask
 from .restored import attributes_set, mark_of
 from .state_tree import step_cost, tree_functions, with_functions
@@ -54,7 +54,7 @@ def is_state_layer(module: torch.nn.Module) -> bool:
 def state_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     """The outermost layers of `model` that carry state from token to token."""
     # Without the audio encoder beside the layers (Phi-4 multimodal), which has convolutions, too
-    stacks = [child for child in model.get_decoder().children() if isinstance(child, torch.nn.ModuleList)]
+    stacks = [child for child in decoder_of(model).children() if isinstance(child, torch.nn.ModuleList)]
     return [*dict.fromkeys(layer for stack in stacks for layer in _outermost(stack))]
 
 

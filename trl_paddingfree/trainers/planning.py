@@ -49,7 +49,7 @@ def make_planner(trainer: Any) -> MemoryPlanner:
             f"{len(devices)}. Leave it out, and set `max_tokens_per_micro_batch`."
         )
     layers = recomputable_layers(base, bool(images))
-    if not layers:
+    if not layers or not base.supports_gradient_checkpointing:
         raise ValueError(
             f"`memory_budget={option}`: {type(base).__name__} has no layers that can recompute their "
             "activations. Leave `memory_budget` out and set `max_tokens_per_micro_batch`."

@@ -23,7 +23,6 @@ from ..data.validate import column_names, log_unread, refuse_bad_tokens, refuse_
 from ..images.examples import has_images
 from ..memory.device import budget_bytes
 from ..memory.engine import zero_stage
-from ..model import architecture
 from ..model.adapters import why_padded, why_padded_by
 from .configs import Arguments, PaddingFreeOptions, given_datasets
 
@@ -121,7 +120,13 @@ def warn_of_dropout(model: PreTrainedModel, config: TrainingArguments) -> None:
     if not vars(config).get("disable_dropout"):  # TRL's configuration for SFT has none
         return
     options = vars(model.config.get_text_config())
-    for name, value in architecture.functional_dropout(model).items():
+    rates = {
+        name: value
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if not isinstance(module, torch.nn.Dropout) and isinstance(value, float) and "drop" in name and value > 0
+    }
+    for name, value in rates.items():
         # A layer's name for it may differ from the configuration's: `attention_dropout` of GPT-J is `attn_pdrop`
         alike = [option for option in options if "drop" in option and options[option] == value]
         words = f"`{name}`" if name in options or not alike else " or ".join(f"`{option}`" for option in alike)
