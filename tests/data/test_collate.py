@@ -6,6 +6,7 @@ import pytest
 import torch
 from trl.experimental.tpo.tpo_trainer import DataCollatorForTriplePreference
 from trl.trainer.dpo_trainer import DataCollatorForPreference
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from trl_paddingfree import FlatCollator, LanguageModelingCollator, PreferenceCollator
 from trl_paddingfree.model.masks import boundaries
@@ -53,6 +54,24 @@ def test_boundaries_of_rejected_rows_are_not_offset_by_the_padding_of_chosen_one
     """open-instruct#1900. That a new adapter starts at ln 2 for it, test_dpo.py shows."""
     batch = PreferenceCollator(pad_token_id=0, padding_free=True, prefix_sharing=False)(PAIRS)["flat_batch"]
     assert batch.layout.cu_seqlens_q.tolist() == [0, 5, 8, 12, 17]
+
+
+class Edits(DataCollatorForLanguageModeling):
+    def torch_call(self, examples):
+        rows = super().torch_call(examples)
+        rows["labels"][:, : examples[0]["number"]] = -100
+        return rows
+
+
+class FlatEdits(LanguageModelingCollator, Edits):
+    pass
+
+
+def test_a_collator_of_ones_own_behind_ours_is_asked():
+    examples = [{"input_ids": [1, 2, 3], "number": 2}, {"input_ids": [4, 5, 6, 7]}]
+    padded, ours = Edits(0)(examples), FlatEdits(0, padding_free=True, cuts_packed=False)(examples)
+    assert all(torch.equal(rows, ours[name]) for name, rows in padded.items())
+    assert ours["flat_batch"].shift_labels.tolist() == [[3, 6, 7]]
 
 
 class LeavesOut:

@@ -166,8 +166,9 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
         if not self.padding_free:
             return super().torch_call(examples)
         multiple = None if self.cuts_packed else self.pad_to_multiple_of  # TRL pads packed rows, not documents
-        pad = DataCollatorForLanguageModeling(self.pad_token_id, pad_to_multiple_of=multiple)
-        rows = pad([document for example in examples for document in documents_of(example, self.cuts_packed)])
+        pad = self.changed(padding_free=False, return_position_ids=False, pad_to_multiple_of=multiple)
+        documents = [document for example in examples for document in documents_of(example, self.cuts_packed)]
+        rows = super(LanguageModelingCollator, pad).torch_call(documents)  # of TRL's, or what stands before it
         if self.cuts_packed:
             rows["labels"][:, 0] = IGNORE_INDEX  # as in TRL: some losses count labels before they are shifted
         return rows

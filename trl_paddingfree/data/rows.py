@@ -99,4 +99,4 @@ def documents_of(example: Example, cuts_packed: bool) -> list[Example]:
             f"{sum(lengths)}: all three must be the same."
         )
     spans = [slice(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
-    return [{"input_ids": ids[span], "labels": labels[span]} for span in spans]
+    return [{**example, "input_ids": ids[span], "labels": labels[span]} for span in spans]
