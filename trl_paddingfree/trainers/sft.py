@@ -59,14 +59,15 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
         collator = super()._flat_collator()
         if not isinstance(collator, LanguageModelingCollator):
             return collator
-        if collator.return_position_ids and not self.data_collator.padding_free:
+        cuts_packed = collator.cuts_packed and self.data_collator.padding_free  # TRL sets it if it packs
+        if collator.return_position_ids and not cuts_packed:
             raise ValueError("`return_position_ids=True` numbers documents within rows that are not cut: leave it out.")
-        if collator.pad_to_multiple_of and self.data_collator.padding_free and (reasons := self.router_losses()):
+        if collator.pad_to_multiple_of and cuts_packed and (reasons := self.router_losses()):
             raise ValueError(
                 f"`pad_to_multiple_of={collator.pad_to_multiple_of}` with packing and {reasons[0]}: in TRL's packed "
                 "row, the loss of the routers counts the padding, too. Leave one of them out."
             )
-        return collator.changed(cuts_packed=self.data_collator.padding_free)  # TRL sets it if it packs
+        return collator.changed(cuts_packed=cuts_packed)
 
     @property
     def _cuts_packed(self) -> bool:
