@@ -56,6 +56,7 @@ def test_bad_tokens_are_refused_by_row(tokenizer, name):
 @pytest.mark.parametrize(
     ("example", "message"),
     [
+        ({"input_ids": []}, "An empty row comes first: leave it out with `dataset.filter`"),
         ({"input_ids": [1.0, 2.0]}, "`input_ids` are of type torch.float32"),
         ({"input_ids": [1, 2], "labels": [1]}, "has 2 `input_ids`, 1 `labels`"),
         ({"input_ids": [1, 2], "seq_lengths": [1]}, "`seq_lengths` that sum to 1"),

@@ -74,9 +74,10 @@ class FlatCollator(DataCollatorMixin):
 
     def flatten(self, rows: Inputs, images: "RowImages | None" = None) -> FlatBatch:
         """The flat batch of padded rows; `images` are as in [`~trl_paddingfree.FlatBatch.from_rows`]."""
-        if rows["input_ids"].is_floating_point():
-            raise ValueError(f"`input_ids` are of type {rows['input_ids'].dtype}, and tokens are whole numbers.")
         mask, lengths = rows["attention_mask"], rows["attention_mask"].sum(1, keepdim=True)
+        if rows["input_ids"].is_floating_point():
+            empty = "" if lengths.all() else " An empty row comes first: leave it out with `dataset.filter`."
+            raise ValueError(f"`input_ids` are of type {rows['input_ids'].dtype}, and tokens are whole numbers.{empty}")
         if (mask != (torch.arange(mask.size(1)) < lengths)).any():
             raise ValueError(
                 f"{type(self).__name__} gives an `attention_mask` with gaps, or padding on the left, which a flat "
@@ -170,7 +171,7 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
         documents = [document for example in examples for document in documents_of(example, self.cuts_packed)]
         rows = super(LanguageModelingCollator, pad).torch_call(documents)  # of TRL's, or what stands before it
         if self.cuts_packed:
-            rows["labels"][:, 0] = IGNORE_INDEX  # as in TRL: some losses count labels before they are shifted
+            rows["labels"][:, :1] = IGNORE_INDEX  # as in TRL: some losses count labels before they are shifted
         return rows
 
     def flatten(self, rows: Inputs, images: "RowImages | None" = None) -> FlatBatch:
