@@ -371,6 +371,11 @@ def test_a_cut_image_is_laid_to_max_length():
     dataset = vision_completions(4, SEED, most_images=1)
     with pytest.raises(ValueError, match="`max_length=3` cuts an image"):
         run("sft", "shared", **{**on_images("llava", "sft"), "max_length": 3}, train_dataset=dataset)
+    row = dataset.filter(lambda row: row["images"])[0]
+    late = {**row, "prompt": [{"role": "system", "content": "w1 " * 40}, *row["prompt"]]}
+    options = {"train_sampling_strategy": "sequential", "train_dataset": Dataset.from_list([row] * 4 + [late] * 4)}
+    with pytest.raises(ValueError, match=r"The current `max_length` \(40\) is too short"):
+        run("sft", "shared", **{**on_images("llava", "sft"), "max_length": 40}, **options)
 
 
 def test_videos_are_refused():
