@@ -7,7 +7,7 @@ from datasets import Dataset, Features, IterableDataset, Value
 from transformers.utils import logging
 from trl import maybe_convert_to_chatml
 
-from .lengths import AnyDataset
+from .lengths import AnyDataset, has_known_lengths
 from .validate import column_names, message_problem
 
 logger = logging.get_logger(__name__)
@@ -58,6 +58,8 @@ def split_turns(dataset: AnyDataset, seed: int | None = None, num_proc: int | No
     if not isinstance(dataset, Dataset | IterableDataset):
         raise ValueError(f"{dataset!r} is no data set: load it with `datasets.load_dataset`.")
     columns, is_stream = column_names(dataset), not isinstance(dataset, Dataset)
+    if is_stream or has_known_lengths(dataset):  # a format such as NumPy's; a transform makes rows
+        dataset = dataset.with_format(None)
     _refuse_other_data(columns)
     if is_stream and seed is not None:
         raise ValueError(
