@@ -1,9 +1,12 @@
 """Rows are the truth: whoever edits them is obeyed, as by padded TRL, or told that it is too late."""
 
+import random
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import DynamicCache, TrainerCallback
 from trl import SFTTrainer
@@ -112,6 +115,55 @@ def test_edits_of_a_collator_are_trained_on(model_dir, task, edit):
         for layout, collator_class in zip(("padded", "shared"), COLLATORS[task], strict=True)
     )
     assert_same(expected, actual)
+
+
+def masked_at_random(batch):
+    for drawn in (random.random(), np.random.random(), torch.rand(()).item()):
+        batch["labels"][:, int(drawn * batch["labels"].size(1))] = -100
+    return batch
+
+
+UNPREPARED = {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
+BODIES = Dataset.from_list([{"body": [*range(5, 8 + i)]} for i in range(12)])
+# Of collators of one's own: an edit, what becomes of examples, and options
+OWN = {
+    "draws": (masked_at_random, list, {}),
+    "leaves out": (dict, lambda given: given[1:], {}),
+    "tokenizes": (
+        dict,
+        lambda given: [{"input_ids": x["body"]} for x in given],
+        {"train_dataset": BODIES, **UNPREPARED},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_budget_does_not_mind_what_a_collator_does(model_dir, name):
+    edit, examples, options = OWN[name]
+    options = common("sft", model_dir, **options)
+    theirs, ours = (editing(collator_class, edit, examples) for collator_class in COLLATORS["sft"])
+    padded = run("sft", "padded", **options, data_collator=theirs)
+    assert_same(padded, run("sft", "ours", **options, data_collator=ours, memory_budget=8))
+    if name == "tokenizes":
+        with pytest.raises(ValueError, match="nor one without tokens"):
+            run("sft", "ours", **options, data_collator=ours, arrange_micro_batches="tokens")
+
+
+def test_trls_collator_brings_all_that_it_holds(model_dir):
+    collator = DataCollatorForLanguageModeling(0)
+    torch_call = collator.torch_call
+    collator.torch_call = lambda examples: fewer_scored(torch_call(examples))
+    options = common("sft", model_dir, data_collator=collator)
+    assert_same(run("sft", "padded", **options), run("sft", "ours", **options))
+
+
+def test_a_collator_that_was_set_since_pads_in_evaluation_and_is_named_in_training(model_dir):
+    trainer = make_trainer("dpo", "ours", **common("dpo", model_dir, eval_dataset=DATA["dpo"](4, SEED), **IN_PARTS))
+    flat = trainer.evaluate()["eval_loss"]
+    trainer.data_collator = DataCollatorForPreference(0)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(flat, rel=FLOAT32)
+    with pytest.raises(EditedRowsError, match="`data_collator` that was set since"):
+        trainer.train()
 
 
 def doubled(batch):

@@ -104,7 +104,8 @@ def refuse_lost_batch(inputs: Inputs) -> None:
         )
     raise EditedRowsError(
         f"The inputs of `training_step` have no `flat_batch`, only {list(inputs)}: pass on all that the data loader "
-        "gave, or set `padding_free=False`."
+        "gave. A `data_collator` that was set since the trainer was made gives none: give it to the trainer when you "
+        "make it, or set `padding_free=False`."
     )
 
 

@@ -1,9 +1,11 @@
 """Contexts that restore what changes within, whether a forward is still ours, and the local shard of a tensor."""
 
 import inspect
+import random
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -59,7 +61,16 @@ def gradients_dropped(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def random_state_restored(model: torch.nn.Module) -> Iterator[None]:
-    """Restores the random state of the CPU and of the accelerators of `model` after the context."""
+    """[`torch_state_restored`], and the states of Python and NumPy, which the user's own code may draw from."""
+    with torch_state_restored(model), ExitStack() as restored:
+        restored.callback(random.setstate, random.getstate())
+        restored.callback(np.random.set_state, np.random.get_state())
+        yield
+
+
+@contextmanager
+def torch_state_restored(model: torch.nn.Module) -> Iterator[None]:
+    """Restores PyTorch's random state of the CPU and of the accelerators of `model` after the context."""
     accelerator = torch.accelerator.current_accelerator() or torch.device("cuda")  # without one, any will do
     devices = {p.device.index or 0 for p in model.parameters() if p.device.type == accelerator.type}
     with torch.random.fork_rng(sorted(devices), device_type=accelerator.type):

@@ -1,4 +1,7 @@
-"""Makes the planner of a run: counts activations, and adds up weights, gradients and optimizer state."""
+"""
+Makes the planner of a run: counts activations, and adds up weights, gradients and optimizer state. Tries the largest
+examples against its budget.
+"""
 
 import gc
 import inspect
@@ -8,12 +11,16 @@ import numpy as np
 import torch
 
 from .. import upstream
+from ..data.lengths import example_tokens, row_lengths
 from ..memory.device import budget_bytes
 from ..memory.engine import is_sharded, zero_stage
 from ..memory.kept_bytes import KeptBytes, count_kept_bytes
 from ..memory.needs import MemoryNeeds, fixed_bytes, tensor_bytes
 from ..memory.planner import MemoryPlanner
 from ..model.architecture import recomputable_layers
+
+# How many of the largest examples, by each measure of size, are tried against a budget
+_CANDIDATES = 16
 
 
 def make_planner(trainer: Any) -> MemoryPlanner:
@@ -82,3 +89,34 @@ def make_planner(trainer: Any) -> MemoryPlanner:
     head = type(trainer).head_bytes(*(each.model for each in flat.models))
     planner.budget, planner.needs = budget, MemoryNeeds(fixed, kept, head, float(kept.factor))
     return planner
+
+
+def refuse_small_budget(trainer: Any, planner: MemoryPlanner) -> None:
+    """Refuse a budget that the most demanding example of a `trainer`, whose lengths are known, does not fit into."""
+    lengths, dataset = trainer.item_lengths(), trainer.train_dataset
+    tokens = example_tokens(lengths, trainer.flat.trained.route.prefix_sharing)
+    planner.refuse_oversized(int(tokens.max()), f"example {tokens.argmax()}")
+    if planner.needs is None:
+        return
+    # Layers need most for the most tokens, attention for the longest row, and the head for the longest completions. The
+    # example that needs most overall is assumed to be among the largest by one of these
+    measures = (tokens, row_lengths(lengths).max(1), lengths[:, -2:].sum(1))
+    candidates = {int(i) for measure in measures for i in np.argsort(measure, kind="stable")[-_CANDIDATES:]}
+    collator = trainer.data_collator.changed(keeps_rows=True)
+    try:
+        batches = [
+            (batch, f"example {i} of the training data")
+            for i in candidates
+            for batch in collator([dataset[i]])["rows"].alone(collator)
+        ]
+        if not trainer._adds_up:  # a micro-batch is not divided into parts: all of it has to fit
+            largest = np.argsort(tokens, kind="stable")[-trainer._train_batch_size :]
+            batch = collator([dataset[int(i)] for i in largest])["flat_batch"]
+            batches.append((batch, "a micro-batch of the largest examples"))
+        batch, name = max(batches, key=lambda each: planner.least_bytes(each[0]))
+    except Exception:
+        if type(collator) is trainer.task.collator:
+            raise
+        return  # one's own may leave out an example, and fail without others: the planner refuses what arrives
+    if planner.least_bytes(batch) > planner.budget:
+        raise planner.too_small_for(batch, name)

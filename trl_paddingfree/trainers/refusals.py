@@ -1,7 +1,7 @@
 """Refusals of what flat batches rule out: each `ValueError` names an argument, its value, and what to change."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -245,18 +245,23 @@ def refuse_to_move(options: PaddingFreeOptions, reasons: list[str]) -> None:
         )
 
 
-def refuse_to_look_ahead(options: PaddingFreeOptions, train_dataset: AnyDataset, config: TrainingArguments) -> None:
-    """Refuse `arrange_micro_batches` for data of unknown lengths, and for data that transformers arranges itself."""
+def refuse_to_look_ahead(
+    options: PaddingFreeOptions, train_dataset: AnyDataset, config: TrainingArguments, columns: Sequence[str] = ()
+) -> None:
+    """
+    Refuse `arrange_micro_batches` for data of unknown lengths, such as without the `columns` of tokens, and for data
+    that transformers arranges itself.
+    """
     arranging = f"`arrange_micro_batches={options.arrange_micro_batches!r}`"
     if has_images(train_dataset):
         raise ValueError(
             f"{arranging} goes by the lengths of all examples, and TRL processes images on the fly: those of examples "
             "with images are not known before. Leave it out."
         )
-    if not has_known_lengths(train_dataset):
+    if not has_known_lengths(train_dataset, columns):
         raise ValueError(
             f"{arranging} needs a data set of known length to look ahead in, and a streaming one, or one with a "
-            "transform, has none: leave it out, or load the data set without `streaming`."
+            "transform, has none, nor one without tokens: leave it out, or load the data set without `streaming`."
         )
     if config.train_sampling_strategy == "batch_rebalance":
         raise ValueError(
