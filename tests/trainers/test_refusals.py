@@ -350,6 +350,22 @@ def test_text_by_another_name_is_read():
     build("sft", train_dataset=Dataset.from_list([{"words": "w1 w2 w3"}] * 2), dataset_text_field="words")
 
 
+SHARED = [{"from": "human", "value": "w1"}]
+
+
+@pytest.mark.parametrize(
+    ("task", "row"),
+    [
+        ("sft", {"input_ids": [5, 6], "messages": SHARED}),
+        ("sft", {"text": "w1", "messages": SHARED}),
+        ("sft", {"text": "w1", "people": [{"name": "w1", "role": "users"}]}),
+        ("reward", {"chosen_ids": [5], "rejected_ids": [6], "chosen": SHARED, "rejected": SHARED}),
+    ],
+)
+def test_what_nobody_reads_is_not_checked(task, row):
+    build(task, train_dataset=Dataset.from_list([row] * 2))
+
+
 def test_roles_that_are_not_misspelt_are_left_to_the_template():
     messages = [{"role": role, "content": "w1"} for role in ("user", "User", "critic", "user2", "ipython")]
     build("sft", train_dataset=Dataset.from_list([{"messages": messages}]))

@@ -46,7 +46,7 @@ def refuse_unflattenable(arguments: Arguments, task: Task, collator: type) -> No
         if isinstance(dataset, Dataset) and not len(dataset):
             raise ValueError(f"The {name} data has no rows. Look at what selected them, or pass other data.")
         if arguments.get("formatting_func") is None:  # it reads what it likes
-            refuse_misspelt_roles(dataset, name)
+            refuse_misspelt_roles(dataset, name, task)
             if not arguments.get("data_collator") and not arguments.get("environment_factory"):
                 log_unread(dataset, name, task, vars(config).get("dataset_text_field", "text"))
         if isinstance(config, SFTConfig):

@@ -9,7 +9,7 @@ from .. import upstream
 from ..data.collate import FlatCollator, LanguageModelingCollator
 from ..data.lengths import AnyDataset
 from ..data.task import Task
-from ..data.validate import log_dropped, refuse_bad_messages, refuse_unknown_tokens, refuse_unread_instructions
+from ..data.validate import log_dropped, refuse_unknown_tokens, refuse_unread_instructions
 from ..flat.batch import IGNORE_INDEX, Inputs
 from ..images.collate import VisionLanguageModelingCollator
 from ..model.restored import attributes_set
@@ -111,7 +111,6 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
     @when_flat
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         if formatting_func is None:
-            refuse_bad_messages(dataset, dataset_name)
             refuse_unread_instructions(dataset, dataset_name, args.dataset_text_field)
         prepared = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         if not packing:
