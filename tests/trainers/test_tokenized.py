@@ -72,11 +72,10 @@ def test_own_lengths_without_packing_are_ignored_as_in_trl(tokenizer, skip, max_
     data = Dataset.from_list(rows(labels=list, seq_lengths=lambda row: [1, len(row) - 1]))
     options = {"max_length": max_length, "dataset_kwargs": {"skip_prepare_dataset": skip}, "eval_strategy": "steps"}
     options |= {"steps": 1, "eval_steps": 1, "eval_dataset": {"some": data}, "processing_class": tokenizer}
-    collator = None
-    for _ in range(2):  # the second time with the first trainer's, which is flat
-        collator = compare(
-            "sft", lambda: {"model": make_model()}, data, "flat", ours={"data_collator": collator}, **options
-        ).ours.trainer.data_collator
+    ours = {}
+    for _ in range(2):  # the second time with the collator of the first trainer, which is flat
+        trainer = compare("sft", lambda: {"model": make_model()}, data, "flat", ours=ours, **options).ours.trainer
+        ours["data_collator"] = trainer.data_collator
 
 
 @pytest.mark.parametrize("kind", [List(Value("int64"), length=12), LargeList(Value("int32"))], ids=["fixed", "large"])

@@ -25,8 +25,7 @@ class FlatCollator(DataCollatorMixin):
     Mixin, placed before one of TRL's collators: adds the flat batch that the model computes in place of the rows.
 
     The flat batch is built last, from the rows that `torch_call` returns, including any edits of a subclass. The rows
-    hold only integers, so their padding costs nothing. TRL's `max_length` applies before anything is flattened or
-    shared, and `pad_to_multiple_of` pads both rows and flat batches.
+    hold only integers, so padding costs nothing. TRL's `max_length` applies first; `pad_to_multiple_of` pads both.
 
     Args:
         padding_free (`bool`, *optional*, defaults to `False`):
@@ -145,10 +144,10 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
 
     >>> from trl_paddingfree import LanguageModelingCollator
     >>> collator = LanguageModelingCollator(pad_token_id=0, padding_free=True)
-    >>> packed = [{"input_ids": [1, 2, 3, 4, 5], "seq_lengths": [3, 2]}, {"input_ids": [6], "seq_lengths": [1]}]
-    >>> batch = collator(packed)
-    >>> batch["labels"]
-    tensor([[-100,    2,    3],
+    >>> packed = {"input_ids": [1, 2, 3, 4, 5], "labels": [1, -100, 3, 4, 5], "seq_lengths": [3, 2]}
+    >>> batch = collator([packed, {"input_ids": [6], "seq_lengths": [1]}])
+    >>> batch["labels"]  # those of prompts, as here the second, stay out
+    tensor([[-100, -100,    3],
             [-100,    5, -100],
             [-100, -100, -100]])
     >>> batch["flat_batch"].position_ids
@@ -166,10 +165,12 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
     def torch_call(self, examples: list[Example]) -> Inputs:
         if not self.padding_free:
             return super().torch_call(examples)
-        multiple = None if self.cuts_packed else self.pad_to_multiple_of  # TRL pads packed rows, not documents
-        pad = self.changed(padding_free=False, return_position_ids=False, pad_to_multiple_of=multiple)
-        documents = [document for example in examples for document in documents_of(example, self.cuts_packed)]
-        rows = super(LanguageModelingCollator, pad).torch_call(documents)  # of TRL's, or what stands before it
+        pad = self.changed(padding_free=False, return_position_ids=False)
+        if self.cuts_packed:
+            pad.pad_to_multiple_of = None  # TRL pads packed rows, not documents
+        rows = super(LanguageModelingCollator, pad).torch_call(  # TRL's, or that of a class before it
+            [document for example in examples for document in documents_of(example, self.cuts_packed)]
+        )
         if self.cuts_packed:
             rows["labels"][:, :1] = IGNORE_INDEX  # as in TRL: some losses count labels before they are shifted
         return rows

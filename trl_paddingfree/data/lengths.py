@@ -18,8 +18,7 @@ def has_known_lengths(dataset: AnyDataset, columns: Collection[str] = ()) -> boo
     Whether all lengths are known before training: not for a stream, or a data set with a transform, or without the
     `columns` of tokens, which a collator may make.
     """
-    is_known = isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
-    return is_known and {*columns} <= {*dataset.column_names}
+    return isinstance(dataset, Dataset) and dataset.format["type"] != "custom" and {*columns} <= {*dataset.column_names}
 
 
 def tables_of(dataset: AnyDataset, *columns: str, rows: int = 10_000) -> Iterator[Any]:

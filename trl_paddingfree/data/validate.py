@@ -104,19 +104,6 @@ def refuse_misspelt_roles(dataset: AnyDataset, name: str, task: Task) -> None:
                     raise ValueError(f"`{column}` of the {name} data has messages with the role {role!r}.{meant}")
 
 
-def refuse_missing_prompts(dataset: AnyDataset, name: str) -> None:
-    """Refuse pairs of messages if the first has no prompt, neither in a column nor as a common first message."""
-    first = next(iter(dataset))
-    ours, other = first["chosen"], first["rejected"]
-    if "prompt" in first or not isinstance(ours, list) or not isinstance(other, list):
-        return
-    if min(len(ours), len(other)) == 1 or (ours and other and ours[0] != other[0]):
-        raise ValueError(
-            f"The {name} data has no `prompt`, only {list(first)}, and `chosen` and `rejected` begin with different "
-            "messages. Rename the column of the prompt with `dataset.rename_column`."
-        )
-
-
 def log_unread(dataset: AnyDataset, name: str, task: Task, *also: str) -> None:
     """Log which columns of raw data TRL does not read, such as a prompt under another name."""
     read = {*RAW_COLUMNS, *task.reads, *task.columns, *also}
@@ -251,7 +238,7 @@ def refuse_unknown_tokens(dataset: AnyDataset, name: str, vocab_size: int) -> No
 
 def _token_columns(dataset: AnyDataset) -> list[str]:
     """`input_ids`, and `labels` if there are any, of tokenized data; none of a stream."""
-    if not has_known_lengths(dataset) or "input_ids" not in dataset.column_names:
+    if not has_known_lengths(dataset, ["input_ids"]):
         return []
     return [column for column in ("input_ids", "labels") if column in dataset.column_names]
 

@@ -83,7 +83,17 @@ class MemoryPlanner:
     def schedule(self, batch: FlatBatch) -> Schedule:
         """How to compute a batch, with gradients or without. Processes that gather weights together agree on it."""
         own = self.own_schedule(batch)
-        return self._agreed(batch, own) if self.is_sharded else own
+        if not self.is_sharded:
+            return own
+        # The most slices, or the most recomputed layers, that any process needs
+        counts = torch.tensor([[own.num_slices, own.recompute or 0]], device=self.accelerator.device)
+        # Not `accelerator.gather`, which does nothing while `PartMetrics` collects the metrics of a part
+        number, layers = map(int, gather(counts).amax(0).tolist())
+        if number > own.num_slices:
+            return self._in_slices(batch, cut_by_number(batch.counts.computed, number, batch.layout.host_blocks))
+        if number > 1 or self.needs is None:
+            return own
+        return Schedule(recompute=layers, peak=int(self.needs.peaks(self.features(batch))[layers]))
 
     def own_schedule(self, batch: FlatBatch) -> Schedule:
         """The schedule of this process alone: whole, with as few recomputed layers as fit, or else in slices."""
@@ -114,17 +124,6 @@ class MemoryPlanner:
                 high = middle
         # Processes that gather weights together must recompute together; a failed allocation leaves nothing to spare
         return best if self.is_sharded or self.has_shrunk else self._in_slices(batch, best.cuts, keeps=True)
-
-    def _agreed(self, batch: FlatBatch, own: Schedule) -> Schedule:
-        """The schedule of all processes: the most slices, or the most recomputed layers, that any of them needs."""
-        counts = torch.tensor([[own.num_slices, own.recompute or 0]], device=self.accelerator.device)
-        # Not `accelerator.gather`, which does nothing while `PartMetrics` collects the metrics of a part
-        number, layers = map(int, gather(counts).amax(0).tolist())
-        if number > own.num_slices:
-            return self._in_slices(batch, cut_by_number(batch.counts.computed, number, batch.layout.host_blocks))
-        if number > 1 or self.needs is None:
-            return own
-        return Schedule(recompute=layers, peak=int(self.needs.peaks(self.features(batch))[layers]))
 
     def _holds(self, tokens: int, peak: int) -> bool:
         """Whether `tokens` and `peak` are within the limit and the budget."""
@@ -232,15 +231,13 @@ class MemoryPlanner:
         recomputed = (schedule.recompute or 0) + again * len(self.flat_model.recomputable)
         self.new.append((schedule.num_slices, recomputed, schedule.peak))
         # Before gradients and moments exist, the peak would look as if activations needed next to nothing
-        if has_stepped and self.corrects:
-            self._correct(schedule.peak)
-
-    def _correct(self, predicted: int) -> None:
-        """Correct the prediction by the peak of a pass; downward only once `CORRECTED` peaks are known."""
+        if not (has_stepped and self.corrects):
+            return
+        # Corrects the prediction by the peak; downward only once `CORRECTED` peaks are known
         needs, group = self.needs, self.flat_model.group
         assert needs is not None
         self.observed += 1
-        uncorrected = (predicted - needs.fixed) / needs.correction
+        uncorrected = (schedule.peak - needs.fixed) / needs.correction
         # Other tensors may have been allocated since the needs were counted
         held, peak = self.held, self.device_memory.peak
         if group is not None:

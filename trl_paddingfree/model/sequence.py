@@ -28,7 +28,7 @@ from ..flat.segments import something_to_compute
 from .architecture import rotary_limits
 from .exchange import Exchanged, Gathered, Halo, head_shares, of_heads, slice_sizes, span_of
 from .masks import PassContext, Scan, Weights
-from .restored import torch_state_restored
+from .restored import random_state_restored
 
 
 def scored_sizes(batch: FlatBatch, size: int) -> tuple[int, ...]:
@@ -279,6 +279,6 @@ class SequenceGroup:
     def drawing_apart(self, model: torch.nn.Module) -> Iterator[None]:
         """Within this context, each process draws its own numbers: a common seed would repeat dropout in each slice."""
         seed = int(torch.randint(2**62, ()))  # from the CPU, whose state is the same across the group
-        with torch_state_restored(model):
+        with random_state_restored(model, False):
             torch.manual_seed(seed + self.rank)
             yield

@@ -22,7 +22,6 @@ from ..images.check import ImageProbe
 from ..images.collate import FlatVisionCollator
 from ..images.examples import first_examples
 from ..memory.engine import is_sharded
-from ..memory.planner import MemoryPlanner
 from ..model.edits import refuse_lost_batch, refuse_lost_values
 from ..model.restored import attributes_set, random_state_restored
 from . import refusals
@@ -215,9 +214,7 @@ class CollatedTrainer(FlatTrainer):
         owners += [self.trl_trainer] * (owners == [CollatedTrainer])  # no one says how its parts combine
         return [*self.coupled_by(), *(f"{each} without `part_sizes`" for each in own_steps(self, owners, moves))]
 
-    def refuse_small_budget(self, planner: MemoryPlanner) -> None:
-        if self._knows_lengths:  # else the planner refuses an example when it arrives
-            refuse_small_budget(self, planner)
+    refuse_small_budget = refuse_small_budget
 
     def parts_of(self, inputs: Inputs, is_normalized: bool) -> list[Part]:
         planner = self.flat.planner

@@ -19,9 +19,6 @@ from ..memory.needs import MemoryNeeds, fixed_bytes, tensor_bytes
 from ..memory.planner import MemoryPlanner
 from ..model.architecture import recomputable_layers
 
-# How many of the largest examples, by each measure of size, are tried against a budget
-_CANDIDATES = 16
-
 
 def make_planner(trainer: Any) -> MemoryPlanner:
     """
@@ -47,7 +44,8 @@ def make_planner(trainer: Any) -> MemoryPlanner:
                 f"`memory_budget={option}`: no example of the train data has an image in its column, so what the "
                 "vision tower keeps is not known. Remove the column, or leave `memory_budget` out."
             )
-        images = probe.to_count(flat_model.route.prefix_sharing)
+        kinds = (["first"], ["second"], ["first", "second"])  # of different images: each alone, and both
+        images = [probe.batch(x, flat_model.route.prefix_sharing) for x in kinds if probe.examples.keys() >= {*x}]
     base = flat_model.model
     devices = {p.device for model in models for p in model.parameters() if p.device.type == accelerator.device.type}
     if len(devices) > 1:
@@ -92,31 +90,29 @@ def make_planner(trainer: Any) -> MemoryPlanner:
 
 
 def refuse_small_budget(trainer: Any, planner: MemoryPlanner) -> None:
-    """Refuse a budget that the most demanding example of a `trainer`, whose lengths are known, does not fit into."""
+    """Refuse a budget that the most demanding example of a `trainer` with a collator does not fit into."""
+    if not trainer._knows_lengths:
+        return  # lengths are unknown until an example arrives: the planner refuses it then
     lengths, dataset = trainer.item_lengths(), trainer.train_dataset
     tokens = example_tokens(lengths, trainer.flat.trained.route.prefix_sharing)
     planner.refuse_oversized(int(tokens.max()), f"example {tokens.argmax()}")
     if planner.needs is None:
         return
     # Layers need most for the most tokens, attention for the longest row, and the head for the longest completions. The
-    # example that needs most overall is assumed to be among the largest by one of these
-    measures = (tokens, row_lengths(lengths).max(1), lengths[:, -2:].sum(1))
-    candidates = {int(i) for measure in measures for i in np.argsort(measure, kind="stable")[-_CANDIDATES:]}
+    # example that needs most overall is assumed to be among the 16 largest by one of these
+    orders = np.argsort((tokens, row_lengths(lengths).max(1), lengths[:, -2:].sum(1)), kind="stable")
     collator = trainer.data_collator.changed(keeps_rows=True)
     try:
         batches = [
             (batch, f"example {i} of the training data")
-            for i in candidates
-            for batch in collator([dataset[i]])["rows"].alone(collator)
+            for i in {*orders[:, -16:].flat}
+            for batch in collator([dataset[int(i)]])["rows"].alone(collator)
         ]
         if not trainer._adds_up:  # a micro-batch is not divided into parts: all of it has to fit
-            largest = np.argsort(tokens, kind="stable")[-trainer._train_batch_size :]
-            batch = collator([dataset[int(i)] for i in largest])["flat_batch"]
-            batches.append((batch, "a micro-batch of the largest examples"))
+            largest = [dataset[int(i)] for i in orders[0, -trainer._train_batch_size :]]
+            batches.append((collator(largest)["flat_batch"], "a micro-batch of the largest examples"))
         batch, name = max(batches, key=lambda each: planner.least_bytes(each[0]))
-    except Exception:
-        if type(collator) is trainer.task.collator:
-            raise
-        return  # one's own may leave out an example, and fail without others: the planner refuses what arrives
+    except Exception:  # a collator of one's own may fail on one example, or leave it out: training raises the rest
+        return
     if planner.least_bytes(batch) > planner.budget:
         raise planner.too_small_for(batch, name)
