@@ -15,6 +15,10 @@ Bugs of padding-free training elsewhere stand in the docstrings of the tests tha
 | flash-attention#2562, #2568 zero-length queries in FA4 | no segment is empty, see model/test_what_models_are_told.py |
 | ms-swift#4942 `predict_with_generate` | not offered; generation is untouched, see the same file |
 
+Lists, floats and separators in flat rows (transformers#31629, #42502, #42620, #41652, #33946), and boundaries of
+rejected rows that are offset by the padding of chosen ones (open-instruct#1900), show in all comparisons with padded
+TRL; labels that packing mixes up (trl#5076, #3749) in the example of `LanguageModelingCollator`.
+
 Sequence parallelism (ms-swift#6825, #5164) and GSPO (ms-swift#6548) have tests of their own, as all masks and positions
 that the start-up check is to catch (transformers#46634, #39814, #47525, #46093, #35861, NeMo-RL#2105).
 """

@@ -70,6 +70,7 @@ def test_every_type_of_data_set_is_cut_alike_and_keeps_its_columns():
     assert [type(split) for split in splits] == [DatasetDict, IterableDatasetDict]
     assert list(splits[0]["a"]) == list(splits[1]["a"]) == list(split_turns(data, num_proc=2)) == list(cut)
     assert list(splits[0]["b"]) == [cut[0]]
+    assert list(split_turns(data.with_format("numpy"))) == list(cut)
 
 
 def test_a_seed_moves_conversations_and_keeps_their_turns_together():

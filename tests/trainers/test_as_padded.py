@@ -164,6 +164,7 @@ CASES = {
         "recomputed": RECOMPUTED,
         "reentrant": REENTRANT,
         "accumulated": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+        # trl#5305, also #5350, #5362, ms-swift#5665, and trl#3398: `keep_end` with padding-free zeroed samples
         "keep_start": {"max_length": 14, "truncation_mode": "keep_start"},
         "keep_end": {"max_length": 14, "truncation_mode": "keep_end"},
         "pad_to_multiple_of": {"pad_to_multiple_of": 16},

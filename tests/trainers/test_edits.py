@@ -1,9 +1,12 @@
 """Rows are the truth: whoever edits them is obeyed, as by padded TRL, or told that it is too late."""
 
+import random
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import DynamicCache, TrainerCallback
 from trl import SFTTrainer
@@ -114,6 +117,53 @@ def test_edits_of_a_collator_are_trained_on(model_dir, task, edit):
     assert_same(expected, actual)
 
 
+def masked_at_random(batch):
+    for drawn in (random.random(), np.random.random(), torch.rand(()).item()):
+        batch["labels"][:, int(8 * drawn)] = -100
+    return batch
+
+
+# Of collators of one's own: an edit, what becomes of examples, and options
+OWN = {
+    "draws": (masked_at_random, list, {}),
+    "leaves out": (dict, lambda given: given[1:], {}),
+    "tokenizes": (
+        dict,
+        lambda given: [{"input_ids": [*range(5, 8 + x["n"])]} for x in given],
+        {
+            "train_dataset": Dataset.from_dict({"n": range(12)}),
+            "dataset_kwargs": {"skip_prepare_dataset": True},
+            "remove_unused_columns": False,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_budget_does_not_mind_what_a_collator_does(model_dir, name):
+    edit, examples, options = OWN[name]
+    options = common("sft", model_dir, **options)
+    theirs, ours = (editing(collator_class, edit, examples) for collator_class in COLLATORS["sft"])
+    budgeted = run("sft", "ours", **options, data_collator=ours, memory_budget=8)
+    assert_same(run("sft", "padded", **options, data_collator=theirs), budgeted)
+    if name == "tokenizes":
+        with pytest.raises(ValueError, match="nor one without tokens"):
+            run("sft", "ours", **options, data_collator=ours, arrange_micro_batches="tokens")
+
+
+def test_trls_collator_is_taken_over_and_one_that_was_set_since_is_named(model_dir):
+    collator = DataCollatorForPreference(0)
+    collator.note = "no field"
+    options = common("dpo", model_dir, eval_dataset=DATA["dpo"](4, SEED), data_collator=collator, **IN_PARTS)
+    trainer = make_trainer("dpo", "ours", **options)
+    assert trainer.data_collator.note == collator.note
+    flat = trainer.evaluate()["eval_loss"]
+    trainer.data_collator = collator
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(flat, rel=FLOAT32)
+    with pytest.raises(EditedRowsError, match="`data_collator` that was set since"):
+        trainer.train()
+
+
 def doubled(batch):
     return {**batch, "weights": 2 * batch.get("weights", batch["input_ids"])}
 
@@ -122,10 +172,8 @@ APO = {"loss_type": "apo_zero_unpaired", **IN_PARTS}
 WEIGHED = {"data_collator": editing(LanguageModelingCollator, doubled), **IN_PARTS}
 LATER = {
     "dpo": (other_tokens, {}, "were edited after .*: other tokens.*Edit them in `torch_call`"),
-    "sft": (other_tokens, {}, "were edited after .*: other tokens.*Edit them in `torch_call`"),
     "dpo, a whole whose parts are computed": (more_scored, IN_PARTS, "more or other tokens to score"),
     "dpo, fewer in parts": (nothing_scored, IN_PARTS, "or fewer where it runs in parts"),
-    "sft, fewer in parts": (nothing_scored, IN_PARTS, "or fewer where it runs in parts"),
     "kto, label": (lambda batch: {**batch, "label": ~batch["label"]}, APO, "`label` of a micro-batch was added or cha"),
     "kto, own": (lambda batch: {**batch, "own": torch.ones(8)}, APO, "`own` of a micro-batch was added or changed"),
     "sft, weights": (doubled, WEIGHED, "`weights` of a micro-batch was added or changed"),

@@ -14,7 +14,6 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from transformers import TrainingArguments
 from trl import DPOConfig, SFTConfig
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
@@ -86,11 +85,6 @@ ROWS = {
         r"The train data has no `prompt`, only \['question', .* begin with different messages",
     ),
     "images": ("dpo", [{**GOOD, "image": [1]}], "appears to be vision-related"),
-    "images of KTO": (
-        "kto",
-        [{"prompt": "w1", "completion": "w2", "label": True, "images": [1]}],
-        "appears to be vision-related",
-    ),
     "images of rewards": (
         "reward",
         [{**GOOD, "images": [1]}],
@@ -136,7 +130,6 @@ ROWS = {
 REFUSED = {
     **{name: (task, {"train_dataset": Dataset.from_list(rows)}, said) for name, (task, rows, said) in ROWS.items()},
     "a list": ("dpo", {"train_dataset": [GOOD]}, "must be a `Dataset` or `IterableDataset`, got `list`"),
-    "a dict": ("sft", {"train_dataset": {"text": ["w1"]}}, "must be a `Dataset` or `IterableDataset`, got `dict`"),
     "no rows": ("dpo", {"train_dataset": Dataset.from_list([])}, "The train data has no rows"),
     "no evaluation rows": ("sft", {"eval_dataset": {"some": Dataset.from_list([])}}, "The some data has no rows"),
     "eval data of another kind": (
@@ -193,7 +186,6 @@ REFUSED = {
         {"config_class": SFTConfig},
         "`args` is a SFTConfig, and PaddingFreeDPOTrainer takes a PaddingFreeDPOConfig, or TRL's DPOConfig",
     ),
-    "transformers' configuration": ("sft", {"config_class": TrainingArguments}, "`args` is a TrainingArguments"),
     "a configuration that is a dict": (
         "dpo",
         {"trainer_class": lambda args, **given: PaddingFreeDPOTrainer(args=vars(args), **given)},
@@ -346,13 +338,22 @@ def test_an_evaluation_set_called_train_hides_no_training_data():
         build(train_dataset=rows, eval_dataset={"train": rows.select([0])})
 
 
-def test_text_by_another_name_is_read():
-    build("sft", train_dataset=Dataset.from_list([{"words": "w1 w2 w3"}] * 2), dataset_text_field="words")
+SHARED = [{"from": "human", "value": "w1"}]
 
 
-def test_roles_that_are_not_misspelt_are_left_to_the_template():
-    messages = [{"role": role, "content": "w1"} for role in ("user", "User", "critic", "user2", "ipython")]
-    build("sft", train_dataset=Dataset.from_list([{"messages": messages}]))
+@pytest.mark.parametrize(
+    ("task", "row", "options"),
+    [
+        ("sft", {"input_ids": [5, 6], "messages": SHARED}, {}),
+        ("sft", {"text": "w1", "messages": SHARED, "people": [{"role": "users"}]}, {}),
+        ("sft", {"messages": SHARED}, {"formatting_func": str}),
+        ("sft", {"words": "w1"}, {"dataset_text_field": "words"}),
+        ("sft", {"messages": [{"role": role, "content": "w1"} for role in ("User", "critic", "user2", "ipython")]}, {}),
+        ("reward", {"chosen_ids": [5], "rejected_ids": [6], "chosen": SHARED, "rejected": SHARED}, {}),
+    ],
+)
+def test_what_trl_reads_or_does_not_read_is_not_refused(task, row, options):
+    build(task, train_dataset=Dataset.from_list([row] * 2), **options)
 
 
 def test_a_message_that_calls_a_tool_needs_no_content():

@@ -147,8 +147,6 @@ def test_rows_that_a_transform_makes_are_not_known_before(tokenizer, model_dir):
     options = {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
     for limit in (2 * MAX_LENGTH, 8):
         compare(model_dir, data, **options, ours={"max_tokens_per_micro_batch": limit})
-    with pytest.raises(ValueError, match="or one with a transform, has none"):
-        run("sft", "ours", model=model_dir, train_dataset=data, steps=1, **options, arrange_micro_batches="tokens")
 
 
 @ATTENTIONS
@@ -179,13 +177,6 @@ def test_batches_are_not_cut_along_their_first_dimension(model_dir):
     batch = next(iter(trainer.get_train_dataloader()))
     assert isinstance(next(iter(batch.values())), torch.Tensor)  # what accelerate reads the batch size from
     assert isinstance(batch["flat_batch"], FlatBatch)
-
-
-def test_what_a_formatting_function_reads_needs_no_roles():
-    """TRL reads what it returns, and nothing else."""
-    data = Dataset.from_list([{"messages": [{"from": "human", "value": "one two three"}]}] * 4)
-    options = {"formatting_func": lambda row: row["messages"][0]["value"], "steps": 1}
-    run("sft", "ours", train_dataset=data, **options)
 
 
 def test_positions_of_documents_in_rows_that_are_not_cut_are_refused():

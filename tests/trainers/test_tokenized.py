@@ -56,6 +56,7 @@ def test_bad_tokens_are_refused_by_row(tokenizer, name):
 @pytest.mark.parametrize(
     ("example", "message"),
     [
+        ({"input_ids": []}, "An empty row comes first: leave it out with `dataset.filter`"),
         ({"input_ids": [1.0, 2.0]}, "`input_ids` are of type torch.float32"),
         ({"input_ids": [1, 2], "labels": [1]}, "has 2 `input_ids`, 1 `labels`"),
         ({"input_ids": [1, 2], "seq_lengths": [1]}, "`seq_lengths` that sum to 1"),
@@ -71,7 +72,10 @@ def test_own_lengths_without_packing_are_ignored_as_in_trl(tokenizer, skip, max_
     data = Dataset.from_list(rows(labels=list, seq_lengths=lambda row: [1, len(row) - 1]))
     options = {"max_length": max_length, "dataset_kwargs": {"skip_prepare_dataset": skip}, "eval_strategy": "steps"}
     options |= {"steps": 1, "eval_steps": 1, "eval_dataset": {"some": data}, "processing_class": tokenizer}
-    compare("sft", lambda: {"model": make_model()}, data, "flat", **options)
+    ours = {}
+    for _ in range(2):  # the second time with the collator of the first trainer, which is flat
+        trainer = compare("sft", lambda: {"model": make_model()}, data, "flat", ours=ours, **options).ours.trainer
+        ours["data_collator"] = trainer.data_collator
 
 
 @pytest.mark.parametrize("kind", [List(Value("int64"), length=12), LargeList(Value("int32"))], ids=["fixed", "large"])

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from torch.utils.data._utils.pin_memory import pin_memory
 from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 
@@ -369,8 +369,14 @@ def test_another_collator_is_refused_and_the_page_says_where_ours_is():
 
 def test_a_cut_image_is_laid_to_max_length():
     dataset = vision_completions(4, SEED, most_images=1)
-    with pytest.raises(ValueError, match="`max_length=3` cuts an image"):
-        run("sft", "shared", **{**on_images("llava", "sft"), "max_length": 3}, train_dataset=dataset)
+    late = dataset.map(lambda row: {"prompt": [{"role": "system", "content": "w1 " * 40}, *row["prompt"]]})
+    options = {**on_images("llava", "sft"), "train_sampling_strategy": "sequential"}
+    for rows, limit, message in (
+        (dataset, 3, "`max_length=3` cuts an image"),
+        (concatenate_datasets([dataset, late]), 40, r"The current `max_length` \(40\) is too short"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run("sft", "shared", **{**options, "max_length": limit}, train_dataset=rows)
 
 
 def test_videos_are_refused():

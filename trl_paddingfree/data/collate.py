@@ -25,8 +25,7 @@ class FlatCollator(DataCollatorMixin):
     Mixin, placed before one of TRL's collators: adds the flat batch that the model computes in place of the rows.
 
     The flat batch is built last, from the rows that `torch_call` returns, including any edits of a subclass. The rows
-    hold only integers, so their padding costs nothing. TRL's `max_length` applies before anything is flattened or
-    shared, and `pad_to_multiple_of` pads both rows and flat batches.
+    hold only integers, so padding costs nothing. TRL's `max_length` applies first; `pad_to_multiple_of` pads both.
 
     Args:
         padding_free (`bool`, *optional*, defaults to `False`):
@@ -74,9 +73,10 @@ class FlatCollator(DataCollatorMixin):
 
     def flatten(self, rows: Inputs, images: "RowImages | None" = None) -> FlatBatch:
         """The flat batch of padded rows; `images` are as in [`~trl_paddingfree.FlatBatch.from_rows`]."""
-        if rows["input_ids"].is_floating_point():
-            raise ValueError(f"`input_ids` are of type {rows['input_ids'].dtype}, and tokens are whole numbers.")
         mask, lengths = rows["attention_mask"], rows["attention_mask"].sum(1, keepdim=True)
+        if rows["input_ids"].is_floating_point():
+            empty = "" if lengths.all() else " An empty row comes first: leave it out with `dataset.filter`."
+            raise ValueError(f"`input_ids` are of type {rows['input_ids'].dtype}, and tokens are whole numbers.{empty}")
         if (mask != (torch.arange(mask.size(1)) < lengths)).any():
             raise ValueError(
                 f"{type(self).__name__} gives an `attention_mask` with gaps, or padding on the left, which a flat "
@@ -144,10 +144,10 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
 
     >>> from trl_paddingfree import LanguageModelingCollator
     >>> collator = LanguageModelingCollator(pad_token_id=0, padding_free=True)
-    >>> packed = [{"input_ids": [1, 2, 3, 4, 5], "seq_lengths": [3, 2]}, {"input_ids": [6], "seq_lengths": [1]}]
-    >>> batch = collator(packed)
-    >>> batch["labels"]
-    tensor([[-100,    2,    3],
+    >>> packed = {"input_ids": [1, 2, 3, 4, 5], "labels": [1, -100, 3, 4, 5], "seq_lengths": [3, 2]}
+    >>> batch = collator([packed, {"input_ids": [6], "seq_lengths": [1]}])
+    >>> batch["labels"]  # those of prompts, as here the second, stay out
+    tensor([[-100, -100,    3],
             [-100,    5, -100],
             [-100, -100, -100]])
     >>> batch["flat_batch"].position_ids
@@ -165,11 +165,13 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
     def torch_call(self, examples: list[Example]) -> Inputs:
         if not self.padding_free:
             return super().torch_call(examples)
-        multiple = None if self.cuts_packed else self.pad_to_multiple_of  # TRL pads packed rows, not documents
-        pad = DataCollatorForLanguageModeling(self.pad_token_id, pad_to_multiple_of=multiple)
-        rows = pad([document for example in examples for document in documents_of(example, self.cuts_packed)])
+        pad = self.changed(padding_free=False, return_position_ids=False)
         if self.cuts_packed:
-            rows["labels"][:, 0] = IGNORE_INDEX  # as in TRL: some losses count labels before they are shifted
+            pad.pad_to_multiple_of = None  # TRL pads packed rows, not documents
+        documents = [document for example in examples for document in documents_of(example, self.cuts_packed)]
+        rows = super(LanguageModelingCollator, pad).torch_call(documents)  # TRL's, or that of a class before it
+        if self.cuts_packed:
+            rows["labels"][:, :1] = IGNORE_INDEX  # as in TRL: some losses count labels before they are shifted
         return rows
 
     def flatten(self, rows: Inputs, images: "RowImages | None" = None) -> FlatBatch:
@@ -274,8 +276,6 @@ def concatenated_inputs(
     tensor([[-100, -100,    4,    5, -100,    6, -100]])
     >>> flat["cu_seq_lens_q"].tolist(), flat["cu_seq_lens_k"].tolist(), flat["kv_index"].tolist()
     ([0, 5, 7], [0, 5, 9], [0, 1, 2, 3, 4, 0, 1, 5, 6])
-    >>> concatenated_inputs([pair], prefix_sharing=False)["input_ids"]
-    tensor([[1, 2, 3, 4, 5, 1, 2, 3, 6]])
     """
     collator = PreferenceCollator(
         pad_token_id, max_length, truncation_mode, pad_to_multiple_of, prefix_sharing=prefix_sharing

@@ -1,6 +1,6 @@
 """Lengths of examples in tokens, and the work of computing them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,9 +13,12 @@ AnyDataset: TypeAlias = Dataset | IterableDataset
 Example = dict[str, Any]  # a row of a data set, by its columns
 
 
-def has_known_lengths(dataset: AnyDataset) -> bool:
-    """Whether all lengths are known before training: not for a stream, or a data set with a transform."""
-    return isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
+def has_known_lengths(dataset: AnyDataset, columns: Collection[str] = ()) -> bool:
+    """
+    Whether all lengths are known before training: not for a stream, or a data set with a transform, or without the
+    `columns` of tokens, which a collator may make.
+    """
+    return isinstance(dataset, Dataset) and dataset.format["type"] != "custom" and {*columns} <= {*dataset.column_names}
 
 
 def tables_of(dataset: AnyDataset, *columns: str, rows: int = 10_000) -> Iterator[Any]:

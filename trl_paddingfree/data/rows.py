@@ -29,11 +29,11 @@ class CollatedRows:
         entries = {num_rows: of_examples, self.num_items: list(examples)}
 
         def entries_of(value):
-            if isinstance(value, torch.Tensor) and value.ndim and len(value) in entries:
-                return value[entries[len(value)]]
-            if isinstance(value, list) and len(value) in entries:
-                return [value[i] for i in entries[len(value)]]
-            return value
+            is_list = isinstance(value, list)
+            chosen = entries.get(len(value)) if is_list or torch.is_tensor(value) and value.ndim else None
+            if chosen is None:
+                return value
+            return [value[i] for i in chosen] if is_list else value[chosen]
 
         return replace(self, rows={name: entries_of(x) for name, x in self.rows.items()}, num_items=len(examples))
 
@@ -99,4 +99,4 @@ def documents_of(example: Example, cuts_packed: bool) -> list[Example]:
             f"{sum(lengths)}: all three must be the same."
         )
     spans = [slice(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
-    return [{"input_ids": ids[span], "labels": labels[span]} for span in spans]
+    return [{**example, "input_ids": ids[span], "labels": labels[span]} for span in spans]

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from ..flat.counts import BatchCounts
 from .lengths import token_lengths
 from .task import Task
-from .validate import refuse_bad_messages, refuse_unread_instructions
+from .validate import refuse_unread_instructions
 
 # Number of rows that TRL keeps; lengths before truncation, `(rows, sequences)`; and a function that counts a batch of
 # kept rows, given their indices
@@ -141,7 +141,6 @@ def _text_counts(
     if task.prepare is None:
         raise ValueError(f"The task {task.name!r} has no `prepare`: give it a function that tokenizes raw data.")
     if task.name == "sft":
-        refuse_bad_messages(dataset, "inspected")
         refuse_unread_instructions(dataset, "inspected")
     max_length, prepare = options["max_length"], partial(task.prepare, truncation_mode=options["truncation_mode"])
     rows = prepare(dataset, tokenizer, max_length=None)

@@ -7,7 +7,7 @@ from datasets import Dataset, Features, IterableDataset, Value
 from transformers.utils import logging
 from trl import maybe_convert_to_chatml
 
-from .lengths import AnyDataset
+from .lengths import AnyDataset, has_known_lengths
 from .validate import column_names, message_problem
 
 logger = logging.get_logger(__name__)
@@ -58,7 +58,20 @@ def split_turns(dataset: AnyDataset, seed: int | None = None, num_proc: int | No
     if not isinstance(dataset, Dataset | IterableDataset):
         raise ValueError(f"{dataset!r} is no data set: load it with `datasets.load_dataset`.")
     columns, is_stream = column_names(dataset), not isinstance(dataset, Dataset)
-    _refuse_other_data(columns)
+    if is_stream or has_known_lengths(dataset):  # a format such as NumPy's; a transform makes rows
+        dataset = dataset.with_format(None)
+    if not {"messages", "conversations"} & set(columns):
+        raise ValueError(
+            f"The data has the columns {columns}, and turns are cut from `messages` or `conversations`. Rename yours "
+            "with `dataset.rename_column`, or do not cut."
+        )
+    for name in ("input_ids", "labels", "image", "images"):
+        if name in columns:
+            raise ValueError(
+                f"The data has a column `{name}`, whose {'images' if 'image' in name else 'tokens'} belong to whole "
+                f"conversations: they cannot be cut into turns. Leave it out with "
+                f"`dataset.remove_columns({name!r})`, or do not cut."
+            )
     if is_stream and seed is not None:
         raise ValueError(
             f"`seed={seed}` is to put all conversations into another order, and a stream never has them all: leave it "
@@ -76,7 +89,14 @@ def split_turns(dataset: AnyDataset, seed: int | None = None, num_proc: int | No
     turns = dataset.map(_cut, batched=True, with_indices=True, **options)
     if not is_stream:
         indices = turns.select_columns([INDEX]).with_format("arrow")[:][INDEX].to_numpy()
-        _report_lost(dataset, len(np.unique(indices)))
+        if number := len(dataset) - len(np.unique(indices)):
+            lost = f"{number} of {len(dataset)} conversations have no assistant turn after a prompt"
+            if number == len(dataset):
+                roles = sorted({str(message["role"]) for messages in dataset[:10]["messages"] for message in messages})
+                raise ValueError(
+                    f"{lost}. The first have the roles {roles}, and turns are those of 'assistant': rename them."
+                )
+            logger.warning(f"{lost}: they give no row.")
         if seed is not None:
             order = np.random.default_rng(seed).permutation(len(dataset))
             turns = turns.select(np.argsort(order[indices], kind="stable"))
@@ -98,30 +118,3 @@ def _cut(batch: Columns, indices: list[int], kept: list[str]) -> Columns:
             if turn and message["role"] == "assistant":  # a turn that opens the conversation answers no prompt
                 rows.append({**others, "prompt": messages[:turn], "completion": [message], INDEX: index})
     return {name: [row[name] for row in rows] for name in (*kept, *NEW, INDEX)}
-
-
-def _refuse_other_data(columns: list[str]) -> None:
-    """Refuse data without conversations, or with columns that cannot be cut with them."""
-    if not {"messages", "conversations"} & set(columns):
-        raise ValueError(
-            f"The data has the columns {columns}, and turns are cut from `messages` or `conversations`. Rename yours "
-            "with `dataset.rename_column`, or do not cut."
-        )
-    for name in ("input_ids", "labels", "image", "images"):
-        if name in columns:
-            raise ValueError(
-                f"The data has a column `{name}`, whose {'images' if 'image' in name else 'tokens'} belong to whole "
-                f"conversations: they cannot be cut into turns. Leave it out with "
-                f"`dataset.remove_columns({name!r})`, or do not cut."
-            )
-
-
-def _report_lost(dataset: Dataset, num_kept: int) -> None:
-    """Log how many conversations gave no row; refuse data if none gave one."""
-    if num_kept == len(dataset):
-        return
-    lost = f"{len(dataset) - num_kept} of {len(dataset)} conversations have no assistant turn after a prompt"
-    if not num_kept:
-        roles = sorted({str(message["role"]) for messages in dataset[:10]["messages"] for message in messages})
-        raise ValueError(f"{lost}. The first have the roles {roles}, and turns are those of 'assistant': rename them.")
-    logger.warning(f"{lost}: they give no row.")

@@ -68,8 +68,16 @@ def refuse_unread_instructions(dataset: AnyDataset, name: str, text_field: str =
             f"without a `prompt`, one of {others}. Rename yours with `dataset.rename_column`, or remove the `prompt`."
         )
     refuse_unread(dataset, name, "SFT", *formats)
-    if not {"messages", text_field, "completion"} & {*columns}:
-        first = next(iter(dataset))["conversations"]
+    if text_field in columns:
+        return
+    first = next(iter(dataset))
+    if isinstance(messages := first.get("messages"), list) and (problem := message_problem(messages)):
+        raise ValueError(
+            f"Row 0 of the {name} data: `messages` is {problem}. A conversation is a list of messages, each with a "
+            "`role` and a `content`. Correct the rows."
+        )
+    if not {"messages", "completion"} & {*columns}:
+        first = first["conversations"]
         if not (isinstance(first, list) and first and {"from", "value"} <= {*first[0]}):
             raise ValueError(
                 f"`conversations` of the {name} data have no `from` and `value`, which TRL reads under this name only. "
@@ -77,9 +85,15 @@ def refuse_unread_instructions(dataset: AnyDataset, name: str, text_field: str =
             )
 
 
-def refuse_misspelt_roles(dataset: AnyDataset, name: str) -> None:
-    """Refuse roles that are close to one that templates know: a misspelt role changes what is learnt from."""
-    for column in dataset.column_names if has_known_lengths(dataset) else ():
+def refuse_misspelt_roles(dataset: AnyDataset, name: str, task: Task) -> None:
+    """
+    Refuse roles in columns of raw data that TRL reads, if they are close to one that templates know: a misspelt role
+    changes what is learnt from.
+    """
+    is_raw = has_known_lengths(dataset) and not has_known_lengths(dataset, task.token_columns)
+    for column in dataset.column_names if is_raw else ():
+        if task.reads and column not in (*RAW_COLUMNS, *task.reads):
+            continue
         kind = dataset.features.arrow_schema.field(column).type
         if not types.is_list(kind) or not types.is_struct(kind.value_type) or "role" not in kind.value_type.names:
             continue
@@ -88,19 +102,6 @@ def refuse_misspelt_roles(dataset: AnyDataset, name: str) -> None:
                 is_word = isinstance(role, str) and role.isalpha() and role.lower() not in _ROLES
                 if is_word and (meant := did_you_mean(role, _ROLES)):
                     raise ValueError(f"`{column}` of the {name} data has messages with the role {role!r}.{meant}")
-
-
-def refuse_missing_prompts(dataset: AnyDataset, name: str) -> None:
-    """Refuse pairs of messages if the first has no prompt, neither in a column nor as a common first message."""
-    first = next(iter(dataset))
-    ours, other = first["chosen"], first["rejected"]
-    if "prompt" in first or not isinstance(ours, list) or not isinstance(other, list):
-        return
-    if min(len(ours), len(other)) == 1 or (ours and other and ours[0] != other[0]):
-        raise ValueError(
-            f"The {name} data has no `prompt`, only {list(first)}, and `chosen` and `rejected` begin with different "
-            "messages. Rename the column of the prompt with `dataset.rename_column`."
-        )
 
 
 def log_unread(dataset: AnyDataset, name: str, task: Task, *also: str) -> None:
@@ -171,16 +172,6 @@ def _refuse_bad_pair(example: Example, index: int, name: str) -> Example:
     return {}
 
 
-def refuse_bad_messages(dataset: AnyDataset, name: str) -> None:
-    """Refuse data whose first row TRL would not take for a conversation: it would look for a text column instead."""
-    messages = next(iter(dataset), Example()).get("messages")
-    if isinstance(messages, list) and (problem := message_problem(messages)):
-        raise ValueError(
-            f"Row 0 of the {name} data: `messages` is {problem}. A conversation is a list of messages, each with a "
-            "`role` and a `content`. Correct the rows."
-        )
-
-
 def message_problem(text: object) -> str:
     """Why `text` is neither a string nor a list of messages; empty if it is one."""
     if isinstance(text, str):
@@ -247,7 +238,7 @@ def refuse_unknown_tokens(dataset: AnyDataset, name: str, vocab_size: int) -> No
 
 def _token_columns(dataset: AnyDataset) -> list[str]:
     """`input_ids`, and `labels` if there are any, of tokenized data; none of a stream."""
-    if not has_known_lengths(dataset) or "input_ids" not in dataset.column_names:
+    if not has_known_lengths(dataset, ["input_ids"]):
         return []
     return [column for column in ("input_ids", "labels") if column in dataset.column_names]
 

@@ -66,11 +66,6 @@ class ImageProbe:
             return ()
         return tuple(name for name in ("first", "first, inverted", "second", "text") if name in self.examples)
 
-    def to_count(self, prefix_sharing: bool) -> list[Inputs]:
-        """Flat batches from which memory is counted: of each example with different images alone, and of both."""
-        batches = (["first"], ["second"], ["first", "second"])
-        return [self.batch(names, prefix_sharing) for names in batches if self.examples.keys() >= {*names}]
-
     def batch(self, names: Sequence[str], prefix_sharing: bool | None) -> Inputs:
         """The flat batch of some examples or, with `prefix_sharing=None`, TRL's, with all tokens scored."""
         examples = [self.examples[name] for name in names]

@@ -153,7 +153,7 @@ class CollatedImageRows(CollatedRows):
 
     def with_flat(self, collator: Any) -> Inputs:
         rows, rules, images = self.rows, collator.rules, None
-        if (rows["input_ids"] == rules.token_id).any():
+        if rows.get("pixel_values") is not None or (rows["input_ids"] == rules.token_id).any():
             pixels = rows.get("pixel_values", ())
             if rules.patches and len(pixels) and not {"image_grid_thw", "mm_token_type_ids"} <= rows.keys():
                 raise ValueError(

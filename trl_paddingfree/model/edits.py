@@ -97,14 +97,13 @@ def refuse_edits(results: torch.Tensor) -> None:
 
 def refuse_lost_batch(inputs: Inputs) -> None:
     """Reject the inputs of a training step that lack the flat batch, or the rows that a budget divides into parts."""
-    if "flat_batch" in inputs:
-        raise EditedRowsError(
-            "The inputs of `training_step` have no `rows`, which parts of them are made of: pass on all that the "
-            "collator gave, made with `keeps_rows=True`, or leave `memory_budget` and `max_tokens_per_micro_batch` out."
-        )
     raise EditedRowsError(
-        f"The inputs of `training_step` have no `flat_batch`, only {list(inputs)}: pass on all that the data loader "
-        "gave, or set `padding_free=False`."
+        "The inputs of `training_step` have no `rows`, which parts of them are made of: pass on all that the collator "
+        "gave, made with `keeps_rows=True`, or leave `memory_budget` and `max_tokens_per_micro_batch` out."
+        if "flat_batch" in inputs
+        else f"The inputs of `training_step` have no `flat_batch`, only {list(inputs)}: pass on all that the data "
+        "loader gave. A `data_collator` that was set since the trainer was made gives none: give it to the trainer "
+        "when you make it, or set `padding_free=False`."
     )
 
 

@@ -90,9 +90,11 @@ def flat_forward(
         assert input_ids is not None
         return _pooled(flat_model, batch, input_ids, other_arguments | given)
     if not fused_lm_head:
-        with flat_backbone(flat_model, batch, batch.tokens_to_rows, calls_decoder=True):  # losses read rows
+        for_head = batch.tokens_to_rows if given else None  # losses read rows
+        with flat_backbone(flat_model, batch, for_head, calls_decoder=True):
             outputs = flat_model.forwards[-1](**other_arguments, **given, **flat_inputs(flat_model, batch))
-        logits = torch.where(batch.row_mask.to(outputs.logits.device)[..., None], outputs.logits, 0)
+        mask, logits = batch.row_mask.to(outputs.logits.device)[..., None], outputs.logits
+        logits = torch.where(mask, logits, 0) if given else batch.tokens_to_rows(logits)
         return type(outputs)(logits=logits, **{name: outputs[name] for name in ("loss", "aux_loss") if name in outputs})
     assert labels is not None
     return scored_in_rows(flat_model, batch, labels, other_arguments)

@@ -1,9 +1,11 @@
 """Contexts that restore what changes within, whether a forward is still ours, and the local shard of a tensor."""
 
 import inspect
+import random
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -63,11 +65,17 @@ def gradients_dropped(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def random_state_restored(model: torch.nn.Module) -> Iterator[None]:
-    """Restores the random state of the CPU and of the accelerators of `model` after the context."""
+def random_state_restored(model: torch.nn.Module, of_users: bool = True) -> Iterator[None]:
+    """
+    Restores PyTorch's random state of the CPU and of the accelerators of `model` after the context. Also those of
+    Python and NumPy, if code `of_users` may draw from them.
+    """
     accelerator = torch.accelerator.current_accelerator() or torch.device("cuda")  # without one, any will do
     devices = {p.device.index or 0 for p in model.parameters() if p.device.type == accelerator.type}
-    with torch.random.fork_rng(sorted(devices), device_type=accelerator.type):
+    with torch.random.fork_rng(sorted(devices), device_type=accelerator.type), ExitStack() as restored:
+        if of_users:
+            restored.callback(random.setstate, random.getstate())
+            restored.callback(np.random.set_state, np.random.get_state())
         yield
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import RandomSampler
 
 from ..data.arrange import StepSampler, by_prefix, by_tokens
 from ..data.collate import FlatCollator
-from ..data.lengths import example_tokens, example_work, has_known_lengths, row_lengths, token_lengths
+from ..data.lengths import example_work, has_known_lengths, row_lengths, token_lengths
 from ..flat.batch import Inputs
 from ..flat.counts import BatchCounts, of_all_processes
 from ..flat.transfer import on_device
@@ -21,16 +21,13 @@ from ..images.check import ImageProbe
 from ..images.collate import FlatVisionCollator
 from ..images.examples import first_examples
 from ..memory.engine import is_sharded
-from ..memory.planner import MemoryPlanner
 from ..model.edits import refuse_lost_batch, refuse_lost_values
-from ..model.restored import attributes_set
+from ..model.restored import attributes_set, random_state_restored
 from . import refusals
 from .base import FlatTrainer
+from .planning import refuse_small_budget
 from .runtime import when_flat
 from .steps import Part, own_steps
-
-# How many of the largest examples, by each measure of size, are tried against a budget
-_CANDIDATES = 16
 
 
 class CollatedTrainer(FlatTrainer):
@@ -75,8 +72,9 @@ class CollatedTrainer(FlatTrainer):
     def _flat_collator(self) -> FlatCollator:
         """A copy of the collator that makes flat batches: the user's own may serve another trainer."""
         collator, wanted = self.data_collator, self.collator_of(self._is_vision_dataset)
-        if not isinstance(collator, wanted):
-            collator = wanted(**vars(collator))
+        if not isinstance(collator, wanted):  # TRL's own: ours with all that it holds, fields or not
+            collator = FlatCollator.changed(collator)
+            collator.__class__ = wanted
         if isinstance(collator, FlatVisionCollator):
             collator = collator.changed(rules=self.image_rules())
         return collator.changed(padding_free=True)
@@ -88,7 +86,8 @@ class CollatedTrainer(FlatTrainer):
             return None
         self._set_signature_columns_if_needed()
         columns = self._signature_columns if self.args.remove_unused_columns else None
-        probe = ImageProbe(collator, first_examples(self.train_dataset, columns))
+        with random_state_restored(self.model):  # transforms of the data may draw
+            probe = ImageProbe(collator, first_examples(self.train_dataset, columns))
         if not probe.names:
             refusals.refuse_untried_images(self.train_dataset)
         return probe
@@ -99,11 +98,15 @@ class CollatedTrainer(FlatTrainer):
         """The collator's value of an argument or, if a user's own collator lacks it, the configuration's, or `None`."""
         return getattr(self.data_collator, name, getattr(self.args, name, None))
 
+    @property
+    def _knows_lengths(self) -> bool:
+        return has_known_lengths(self.train_dataset, self.task.token_columns) and not self._is_vision_dataset
+
     def exceeds(self, length: int) -> bool:
         """Whether a training row may be longer than `length`, with its padding to a multiple."""
         limit, multiple = self.collated_by("max_length"), self.collated_by("pad_to_multiple_of") or 1
         length = length // multiple * multiple
-        if not has_known_lengths(self.train_dataset) or self._is_vision_dataset:
+        if not self._knows_lengths:
             # Rows are cut by the collator or by TRL's preparation, which reads streams, but not what a transform makes
             is_cut = "max_length" in vars(self.data_collator) or not isinstance(self.train_dataset, Dataset)
             return limit is None or limit > length or not is_cut
@@ -147,6 +150,7 @@ class CollatedTrainer(FlatTrainer):
         flat = self.flat
         if flat.options.arrange_micro_batches == "none":
             return sampler
+        refusals.refuse_to_look_ahead(flat.options, self.train_dataset, self.args, self.task.token_columns)
         if isinstance(sampler, RandomSampler) and self.args.accelerator_config.use_seedable_sampler:
             # accelerate replaces it with this one, but would not find it inside ours
             sampler = SeedableRandomSampler(sampler.data_source, data_seed=self.args.data_seed)
@@ -173,7 +177,8 @@ class CollatedTrainer(FlatTrainer):
 
     def _without_parts(self) -> AbstractContextManager[None]:
         """Within this context, data loaders are made whose batches keep no rows: passes without gradients need none."""
-        keeps_rows, collator = self.flat.options.has_budget, self.data_collator
+        collator = self.data_collator  # by now, it may be one that was set since
+        keeps_rows = self.flat.options.has_budget and isinstance(collator, FlatCollator)
         return attributes_set([(self, "data_collator", collator.changed(keeps_rows=False))] if keeps_rows else [])
 
     @when_flat
@@ -205,32 +210,7 @@ class CollatedTrainer(FlatTrainer):
             found.append("a loss")
         return [*self.coupled_by(), *(f"{each} without `part_sizes`" for each in found)]
 
-    def refuse_small_budget(self, planner: MemoryPlanner) -> None:
-        """Refuse a budget that the most demanding example does not fit into."""
-        if not has_known_lengths(self.train_dataset) or self._is_vision_dataset:
-            return  # lengths are unknown until an example arrives: the planner refuses it then
-        lengths = self.item_lengths()
-        tokens = example_tokens(lengths, self.flat.trained.route.prefix_sharing)
-        planner.refuse_oversized(int(tokens.max()), f"example {tokens.argmax()}")
-        if planner.needs is None:
-            return
-        # Layers need most for the most tokens, attention for the longest row, and the head for the longest completions.
-        # The example that needs most overall is assumed to be among the largest by one of these
-        measures = (tokens, row_lengths(lengths).max(1), lengths[:, -2:].sum(1))
-        candidates = {int(i) for measure in measures for i in np.argsort(measure, kind="stable")[-_CANDIDATES:]}
-        collator = self.data_collator.changed(keeps_rows=True)
-        batches = [
-            (batch, f"example {i} of the training data")
-            for i in candidates
-            for batch in collator([self.train_dataset[i]])["rows"].alone(collator)
-        ]
-        if self._may_couple():  # a micro-batch is not divided into parts: all of it has to fit
-            largest = np.argsort(tokens, kind="stable")[-self._train_batch_size :]
-            batch = collator([self.train_dataset[int(i)] for i in largest])["flat_batch"]
-            batches.append((batch, "a micro-batch of the largest examples"))
-        batch, name = max(batches, key=lambda each: planner.least_bytes(each[0]))
-        if planner.least_bytes(batch) > planner.budget:
-            raise planner.too_small_for(batch, name)
+    refuse_small_budget = refuse_small_budget
 
     def parts_of(self, inputs: Inputs, is_normalized: bool) -> list[Part]:
         planner = self.flat.planner

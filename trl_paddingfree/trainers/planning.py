@@ -1,4 +1,7 @@
-"""Makes the planner of a run: counts activations, and adds up weights, gradients and optimizer state."""
+"""
+Makes the planner of a run: counts activations, and adds up weights, gradients and optimizer state. Tries the largest
+examples against its budget.
+"""
 
 import gc
 import inspect
@@ -8,6 +11,7 @@ import numpy as np
 import torch
 
 from .. import upstream
+from ..data.lengths import example_tokens, row_lengths
 from ..memory.device import budget_bytes
 from ..memory.engine import is_sharded, zero_stage
 from ..memory.kept_bytes import KeptBytes, count_kept_bytes
@@ -40,7 +44,8 @@ def make_planner(trainer: Any) -> MemoryPlanner:
                 f"`memory_budget={option}`: no example of the train data has an image in its column, so what the "
                 "vision tower keeps is not known. Remove the column, or leave `memory_budget` out."
             )
-        images = probe.to_count(flat_model.route.prefix_sharing)
+        kinds = (["first"], ["second"], ["first", "second"])  # of different images: each alone, and both
+        images = [probe.batch(x, flat_model.route.prefix_sharing) for x in kinds if probe.examples.keys() >= {*x}]
     base = flat_model.model
     devices = {p.device for model in models for p in model.parameters() if p.device.type == accelerator.device.type}
     if len(devices) > 1:
@@ -82,3 +87,34 @@ def make_planner(trainer: Any) -> MemoryPlanner:
     head = type(trainer).head_bytes(*(each.model for each in flat.models))
     planner.budget, planner.needs = budget, MemoryNeeds(fixed, kept, head, float(kept.factor))
     return planner
+
+
+def refuse_small_budget(trainer: Any, planner: MemoryPlanner) -> None:
+    """Refuse a budget that the most demanding example of a `trainer` with a collator does not fit into."""
+    if not trainer._knows_lengths:
+        return  # lengths are unknown until an example arrives: the planner refuses it then
+    lengths, dataset = trainer.item_lengths(), trainer.train_dataset
+    tokens = example_tokens(lengths, trainer.flat.trained.route.prefix_sharing)
+    planner.refuse_oversized(int(tokens.max()), f"example {tokens.argmax()}")
+    if planner.needs is None:
+        return
+    # Layers need most for the most tokens, attention for the longest row, and the head for the longest completions. The
+    # example that needs most overall is assumed to be among the 16 largest by one of these
+    orders = np.argsort((tokens, row_lengths(lengths).max(1), lengths[:, -2:].sum(1)), kind="stable")
+    collator = trainer.data_collator.changed(keeps_rows=True)
+    try:
+        batches = [
+            (batch, f"example {i} of the training data")
+            for i in {*orders[:, -16:].flat}
+            for batch in collator([dataset[int(i)]])["rows"].alone(collator)
+        ]
+        if trainer._may_couple():  # a micro-batch is not divided into parts: all of it has to fit
+            largest = [dataset[int(i)] for i in orders[0, -trainer._train_batch_size :]]
+            batches.append((collator(largest)["flat_batch"], "a micro-batch of the largest examples"))
+    except Exception:  # one of the user's own may fail on a single example
+        if type(collator) is trainer.task.collator:
+            raise
+        return
+    for batch, name in sorted(batches, key=lambda each: planner.least_bytes(each[0]))[-1:]:
+        if planner.least_bytes(batch) > planner.budget:
+            raise planner.too_small_for(batch, name)

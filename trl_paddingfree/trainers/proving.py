@@ -172,7 +172,12 @@ class StartUpCheck:
             flat_model.group = None  # an earlier trainer may have left its group
         if self.group is not None:
             self._installed(base, route)
-        with self.in_precision(), self._checkpointing(base):
+        # As training will recompute activations, which it turns on only when it starts
+        learns = any(parameter.requires_grad for parameter in base.parameters())
+        wanted = self.args.gradient_checkpointing or self.options.memory_budget is not None
+        recomputes = learns and wanted and base.supports_gradient_checkpointing
+        kwargs = vars(self.args)["gradient_checkpointing_kwargs"]
+        with self.in_precision(), upstream.checkpointing(base, kwargs) if recomputes else nullcontext():
             result, failed = prove(
                 base,
                 route,
@@ -187,14 +192,6 @@ class StartUpCheck:
             listed = "".join(f"\n    {other}" for other in failed)
             self._say(f"{type(base).__name__} trains as «{result}», because the start-up check failed as{listed}")
         return result
-
-    def _checkpointing(self, base: PreTrainedModel) -> AbstractContextManager:
-        """The context in which `base` recomputes activations if training will: it turns that on only when it starts."""
-        trains = any(parameter.requires_grad for parameter in base.parameters())
-        will = self.args.gradient_checkpointing or self.options.memory_budget is not None
-        if not (trains and will and base.supports_gradient_checkpointing):
-            return nullcontext()
-        return upstream.checkpointing(base, vars(self.args)["gradient_checkpointing_kwargs"])
 
     def _why_no_gradients(self, model: torch.nn.Module) -> str:
         """Why an engine cannot compute gradients of a model before training; empty if it can, or without an engine."""
@@ -220,8 +217,15 @@ class StartUpCheck:
             )
 
         def prove_one(model, route):
-            with self.in_precision(), self._naming_max_length():
-                return prove_images(self._base(model), route, images, call=model, agree=self._all_agree)
+            try:
+                with self.in_precision():
+                    return prove_images(self._base(model), route, images, call=model, agree=self._all_agree)
+            except ValueError as error:
+                limit = vars(self.args).get("max_length")  # trainers that generate have none
+                if limit is None or "Image features and image tokens do not match" not in str(error):
+                    raise
+                cut = f"If `max_length={limit}` cuts an image, raise it or set it to `None`."
+                raise ValueError(f"{error}. {cut}") from error
 
         is_made_up = images.kind == MADE_UP
         try:
@@ -245,18 +249,6 @@ class StartUpCheck:
         if (first := gradients[0]) is not None and not first.skipped:
             gradients[0] = replace(first, notes=(*first.notes, "gradients were compared on text, not with images"))
         return [replace(image, gradients=of_text) for image, of_text in zip(with_images, gradients, strict=True)]
-
-    @contextmanager
-    def _naming_max_length(self) -> Iterator[None]:
-        """Within this context, an error about an image that may be cut names `max_length`, as in TRL's training."""
-        try:
-            yield
-        except ValueError as error:
-            limit = vars(self.args).get("max_length")  # trainers that generate have none
-            if limit is None or "Image features and image tokens do not match" not in str(error):
-                raise
-            cut = f"If `max_length={limit}` cuts an image, raise it or set it to `None`."
-            raise ValueError(f"{error}. {cut}") from error
 
     def _base(self, model: torch.nn.Module) -> PreTrainedModel:
         return base_of(self.accelerator, model)

@@ -1,7 +1,7 @@
 """Refusals of what flat batches rule out: each `ValueError` names an argument, its value, and what to change."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -37,21 +37,48 @@ def refuse_unflattenable(arguments: Arguments, task: Task, collator: type) -> No
     config, model, peft_config = arguments["args"], arguments["model"], arguments.get("peft_config")
     if reason := why_padded_by(model.active_peft_config if isinstance(model, PeftModel) else peft_config):
         raise ValueError(f"{reason}, or set `padding_free=False`.")
-    _refuse_foreign_collator(arguments.get("data_collator"), collator)
-    _refuse_sequence_parallelism(config)
+    given = arguments.get("data_collator")
+    # TRL's own is replaced, and subclasses of ours make flat batches
+    if given is not None and not isinstance(given, collator) and type(given) not in collator.__bases__:
+        package = collator.__module__.replace("trl_paddingfree.data.collate", "trl_paddingfree")  # which exports them
+        trl_base = next((base.__name__ for base in collator.__bases__ if isinstance(given, base)), None)
+        base = f" ({trl_base}, its base, is TRL's: put this one in its place)" if trl_base else ""
+        raise ValueError(
+            f"`data_collator` is a {type(given).__name__}, which gives no flat batch. Leave it out, pass a "
+            f"`{package}.{collator.__name__}` or a subclass of it{base}, or set `padding_free=False`."
+        )
+    parallelism = config.parallelism_config
+    if parallelism is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+        parallelism = ParallelismConfig()  # from the environment of `accelerate launch`, as accelerate will make it
+    # Before accelerate 1.12 there is no sequence parallelism
+    for name, kind in (("cp_size", "context"), ("sp_size", "sequence")):
+        if parallelism is not None and (size := vars(parallelism).get(name, 1)) > 1:
+            raise ValueError(
+                f"`parallelism_config` with `{name}={size}`: {kind} parallelism cuts rows into parts of equal length, "
+                f"and a flat batch is not made of rows. Set `{name}=1`, and for DPO and SFT "
+                f"`sequence_parallel_size={size}` of this package, or set `padding_free=False`."
+            )
     if Path(config.output_dir).is_file():
         raise ValueError(f"`output_dir={config.output_dir!r}` is a file, and checkpoints go to a folder: name another.")
     for name, dataset in given_datasets(arguments):
         if isinstance(dataset, Dataset) and not len(dataset):
             raise ValueError(f"The {name} data has no rows. Look at what selected them, or pass other data.")
         if arguments.get("formatting_func") is None:  # it reads what it likes
-            refuse_misspelt_roles(dataset, name)
-            if not arguments.get("data_collator") and not arguments.get("environment_factory"):
+            refuse_misspelt_roles(dataset, name, task)
+            if not given and not arguments.get("environment_factory"):
                 log_unread(dataset, name, task, vars(config).get("dataset_text_field", "text"))
         if isinstance(config, SFTConfig):
             refuse_bad_tokens(dataset, name)
-    if arguments.get("data_collator") is None:
-        _refuse_missing_pad_token(arguments.get("processing_class"), config)
+    tokenizer: Any = arguments.get("processing_class")
+    if isinstance(tokenizer, ProcessorMixin):
+        tokenizer = tokenizer.tokenizer
+    # Not all of TRL's configurations have a `pad_token`
+    pads = given is None and vars(config).get("pad_token") is None and isinstance(tokenizer, PreTrainedTokenizerBase)
+    if pads and tokenizer.pad_token is tokenizer.eos_token is None:
+        raise ValueError(
+            f"The tokenizer ({type(tokenizer).__name__}) has neither a `pad_token` nor an `eos_token` to stand in for "
+            "it. Set `tokenizer.pad_token` to one of its tokens and pass it as `processing_class`."
+        )
     # With a stream, TRL itself handles `dispatch_batches`
     is_stream = isinstance(arguments.get("train_dataset"), IterableDataset)
     for option in ("split_batches",) if is_stream else ("dispatch_batches", "split_batches"):
@@ -71,48 +98,6 @@ def refuse_adapters(models: Iterable[torch.nn.Module]) -> None:
     """Refuse models with adapters whose output for a token depends on other tokens."""
     if reason := why_padded(models):
         raise ValueError(f"{reason}, delete the adapter if nothing uses it, or set `padding_free=False`.")
-
-
-def _refuse_foreign_collator(data_collator: object, collator: type) -> None:
-    """Refuse collators other than TRL's own, which is replaced, and subclasses of ours, which make flat batches."""
-    if data_collator is None or isinstance(data_collator, collator) or type(data_collator) in collator.__bases__:
-        return
-    is_exported = collator.__module__.startswith("trl_paddingfree.data.collate")
-    package = "trl_paddingfree" if is_exported else collator.__module__  # images, and collators of your own
-    trl_base = next((base.__name__ for base in collator.__bases__ if isinstance(data_collator, base)), None)
-    base = f" ({trl_base}, its base, is TRL's: put this one in its place)" if trl_base else ""
-    raise ValueError(
-        f"`data_collator` is a {type(data_collator).__name__}, which gives no flat batch. Leave it out, pass a "
-        f"`{package}.{collator.__name__}` or a subclass of it{base}, or set `padding_free=False`."
-    )
-
-
-def _refuse_sequence_parallelism(config: TrainingArguments) -> None:
-    parallelism = config.parallelism_config
-    if parallelism is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
-        parallelism = ParallelismConfig()  # from the environment of `accelerate launch`, as accelerate will make it
-    if parallelism is None:
-        return
-    # Before accelerate 1.12 there is no sequence parallelism
-    for name, kind in (("cp_size", "context"), ("sp_size", "sequence")):
-        if (size := vars(parallelism).get(name, 1)) > 1:
-            raise ValueError(
-                f"`parallelism_config` with `{name}={size}`: {kind} parallelism cuts rows into parts of equal length, "
-                f"and a flat batch is not made of rows. Set `{name}=1`, and for DPO and SFT "
-                f"`sequence_parallel_size={size}` of this package, or set `padding_free=False`."
-            )
-
-
-def _refuse_missing_pad_token(processing_class: object, config: TrainingArguments) -> None:
-    tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
-    pad_token = vars(config).get("pad_token")  # not all of TRL's configurations have one
-    if not isinstance(tokenizer, PreTrainedTokenizerBase) or pad_token is not None:
-        return
-    if tokenizer.pad_token is None and tokenizer.eos_token is None:
-        raise ValueError(
-            f"The tokenizer ({type(tokenizer).__name__}) has neither a `pad_token` nor an `eos_token` to stand in for "
-            "it. Set `tokenizer.pad_token` to one of its tokens and pass it as `processing_class`."
-        )
 
 
 def warn_of_dropout(model: PreTrainedModel, config: TrainingArguments) -> None:
@@ -250,18 +235,23 @@ def refuse_to_move(options: PaddingFreeOptions, reasons: list[str]) -> None:
         )
 
 
-def refuse_to_look_ahead(options: PaddingFreeOptions, train_dataset: AnyDataset, config: TrainingArguments) -> None:
-    """Refuse `arrange_micro_batches` for data of unknown lengths, and for data that transformers arranges itself."""
+def refuse_to_look_ahead(
+    options: PaddingFreeOptions, train_dataset: AnyDataset, config: TrainingArguments, columns: Sequence[str] = ()
+) -> None:
+    """
+    Refuse `arrange_micro_batches` for data of unknown lengths, such as without the `columns` of tokens, and for data
+    that transformers arranges itself.
+    """
     arranging = f"`arrange_micro_batches={options.arrange_micro_batches!r}`"
     if has_images(train_dataset):
         raise ValueError(
             f"{arranging} goes by the lengths of all examples, and TRL processes images on the fly: those of examples "
             "with images are not known before. Leave it out."
         )
-    if not has_known_lengths(train_dataset):
+    if not has_known_lengths(train_dataset, columns):
         raise ValueError(
             f"{arranging} needs a data set of known length to look ahead in, and a streaming one, or one with a "
-            "transform, has none: leave it out, or load the data set without `streaming`."
+            "transform, has none, nor one without tokens: leave it out, or load the data set without `streaming`."
         )
     if config.train_sampling_strategy == "batch_rebalance":
         raise ValueError(

@@ -79,9 +79,10 @@ class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
 
     @when_flat
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
-        prepared_before = (("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids"))
-        refuse_unread(dataset, dataset_name, "a reward model", ("chosen", "rejected"), *prepared_before)
-        if {"chosen", "rejected"} <= set(column_names(dataset)):
+        formats = [("chosen", "rejected"), ("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids")]
+        is_prepared = any(map({*column_names(dataset)}.issuperset, formats[1:]))
+        refuse_unread(dataset, dataset_name, "a reward model", *formats[is_prepared:])
+        if not is_prepared:
             dataset = check_preferences(dataset, processing_class, dataset_name, args)
         prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         log_dropped(dataset_name, dataset, prepared, args.max_length, "is too short for")

@@ -21,7 +21,7 @@ from ..memory.planner import MemoryPlanner
 from ..model import architecture
 from ..model.compiled import CompilerOptions, compile_layers, taken_from
 from ..model.flat_model import FlatModel
-from ..model.restored import attributes_set
+from ..model.restored import attributes_set, random_state_restored
 from ..model.routes import Route
 from ..model.sequence import SequenceGroup
 from .configs import PaddingFreeOptions
@@ -147,13 +147,14 @@ class Runtime:
                 "`distributed_config` shards the model as it is loaded, and budgets know of accelerate's engines only: "
                 "leave `memory_budget` and `max_tokens_per_micro_batch` out, or shard with FSDP2 of accelerate."
             )
-        with self.check.in_precision():
-            planner = make_planner(trainer)
-        self.check.prove_slices([model, *trainer.flat_models()[1:]])
-        if self.resumed_from is not None:
-            planner.restore(self.resumed_from)
-        if not planner.has_shrunk:  # if it has, its limit is below the one that the data was checked against
-            trainer.refuse_small_budget(planner)
+        with random_state_restored(model):  # the user's collator may draw
+            with self.check.in_precision():
+                planner = make_planner(trainer)
+            self.check.prove_slices([model, *trainer.flat_models()[1:]])
+            if self.resumed_from is not None:
+                planner.restore(self.resumed_from)
+            if not planner.has_shrunk:  # if it has, its limit is below the one that the data was checked against
+                trainer.refuse_small_budget(planner)
         # All at once, and last: after an error above, the next step plans again
         self.planner, self.steps, self.is_planned = planner, TrainingSteps(trainer, planner), True
 

@@ -9,7 +9,7 @@ from .. import upstream
 from ..data.collate import FlatCollator, LanguageModelingCollator
 from ..data.lengths import AnyDataset
 from ..data.task import Task
-from ..data.validate import log_dropped, refuse_bad_messages, refuse_unknown_tokens, refuse_unread_instructions
+from ..data.validate import log_dropped, refuse_unknown_tokens, refuse_unread_instructions
 from ..flat.batch import IGNORE_INDEX, Inputs
 from ..images.collate import VisionLanguageModelingCollator
 from ..model.restored import attributes_set
@@ -60,18 +60,15 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
         collator = super()._flat_collator()
         if not isinstance(collator, LanguageModelingCollator):
             return collator
-        if collator.return_position_ids and not self.data_collator.padding_free:
+        cuts_packed = collator.cuts_packed and self.data_collator.padding_free  # TRL sets it if it packs
+        if collator.return_position_ids and not cuts_packed:
             raise ValueError("`return_position_ids=True` numbers documents within rows that are not cut: leave it out.")
-        if (
-            collator.pad_to_multiple_of
-            and self.data_collator.padding_free
-            and (reasons := FlatTrainer.coupled_by(self))
-        ):
+        if collator.pad_to_multiple_of and cuts_packed and (reasons := FlatTrainer.coupled_by(self)):
             raise ValueError(
                 f"`pad_to_multiple_of={collator.pad_to_multiple_of}` with packing and {reasons[0]}: in TRL's packed "
                 "row, the loss of the routers counts the padding, too. Leave one of them out."
             )
-        return collator.changed(cuts_packed=self.data_collator.padding_free)  # TRL sets it if it packs
+        return collator.changed(cuts_packed=cuts_packed)
 
     @property
     def _cuts_packed(self) -> bool:
@@ -115,7 +112,6 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
     @when_flat
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         if formatting_func is None:
-            refuse_bad_messages(dataset, dataset_name)
             refuse_unread_instructions(dataset, dataset_name, args.dataset_text_field)
         prepared = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         if not packing:
