@@ -7,6 +7,7 @@ uses them. When an upgrade moves one, the test fails and names it.
 import inspect
 import sys
 import types
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -23,13 +24,12 @@ from .versions import MovedNameError, with_head
 
 
 def attention_function(name: str, module: torch.nn.Module) -> Callable:
-    """The attention function that `module` would call under the implementation `name`."""
+    """The attention function that `module` would call under the implementation `name`: as its forward finds it."""
     if name != "eager":  # each modeling file defines its own, with the model's soft-capping or sinks
         return AttentionInterface()[name]
-    # As the layer's forward finds it, which may be inherited, or replaced by one that looks it up elsewhere
-    ours, name = type(module), "eager_attention_forward"
-    places = (inspect.unwrap(ours.forward).__globals__, *(vars(sys.modules[base.__module__]) for base in ours.__mro__))
-    return next(place[name] for place in places if name in place)
+    ours = type(module)
+    places = inspect.unwrap(ours.forward).__globals__, *(vars(sys.modules[base.__module__]) for base in ours.__mro__)
+    return ChainMap(*places)["eager_attention_forward"]
 
 
 def text_models(model: PreTrainedModel) -> list[PreTrainedModel]:

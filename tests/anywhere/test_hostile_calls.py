@@ -266,10 +266,6 @@ def test_errors_of_what_acts_on_rows_name_a_way_out():
     assert "aside()" in "".join(error.value.__notes__)
     with FlatModel.of(ours).padded.aside():
         assert torch.equal(ours(**given).logits, model(**given).logits)
-    adapted = get_peft_model(padding_free(make_model(use_cache=False)), lora(task_type="CAUSAL_LM")).eval()
-    with pytest.raises(ValueError, match="adapter_names") as error:
-        adapted(**rows("right"), adapter_names=["default"] * 4 + ["__base__"])
-    assert "`adapter_names`" in "".join(error.value.__notes__)
 
 
 def test_another_attention_is_refused_until_it_is_proven():

@@ -1,11 +1,9 @@
 """The study of Reward, KTO and GRPO on a tiny model."""
 
 import pytest
-from datasets import Dataset
 
 from scripts.benchmark.studies import heads
 from scripts.benchmark.studies.heads import ARRANGED, METHODS, measure
-from tests.helpers.tiny import preference_data
 
 SMALL = {"num_layers": 1, "batch_size": 8, "max_length": 64, "accumulation": 1}
 
@@ -29,9 +27,3 @@ def test_methods_that_disagree_report_no_speed(files, model_dir, monkeypatch):
     monkeypatch.setattr(heads, "run_method", lambda *args, **kwargs: ({"losses": next(losses)}, []))
     with pytest.raises(AssertionError, match="kto, ours, padding-free: the losses are"):
         measure("kto", files["pairs"], model_dir, **SMALL)
-
-
-def test_prompts_are_those_of_pairs_or_of_conversations():
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert heads.prompts_of(Dataset.from_list([{"messages": messages}]))[0] == {"prompt": messages[:1]}
-    assert heads.prompts_of(preference_data(2, 0)).column_names == ["prompt"]

@@ -11,6 +11,7 @@ from itertools import groupby
 import numpy as np
 
 from .layout import FlatLayout, GatherIndex, once_per_layout
+from .segments import Ints
 
 # A segment joins a call if that pads at most this many query-key pairs, and at most this multiple of its own pairs.
 # A call costs the host about 0.1 ms: on a CPU, as much as 1,000 pairs of 600 channels; on a GPU, as much as more pairs
@@ -26,9 +27,9 @@ class AttentionCalls:
     `None` means the flat axis as it is.
     """
 
-    segments: tuple[tuple[int, ...], ...]  # the segments of each of the `C` calls
-    queries: tuple[int, ...]  # `Q` of each call
-    keys: tuple[int, ...]  # `L` of each call
+    segments: tuple[Ints, ...]  # the segments of each of the `C` calls
+    queries: Ints  # `Q` of each call
+    keys: Ints  # `L` of each call
     query_rows: GatherIndex | None  # flat position of each query row, `n * Q` per call
     key_rows: GatherIndex | None  # the same for each key row, `n * L` per call
     answers: GatherIndex | None  # the query row, counted over all calls, with the output of each of the `T` tokens

@@ -23,6 +23,8 @@ from operator import add
 
 import numpy as np
 
+Ints = tuple[int, ...]
+
 # Gathering this many keys, with their values and gradients, counts as computing one token. On an H100, it took 5 of the
 # 654 ms of a step (docs/gpu.md), about 190 keys for a token; on narrow models with many key heads, it may be a third
 KEYS_OF_A_TOKEN = 64
@@ -58,9 +60,9 @@ class Segments:
     ([0, 6, 9], [0, 6, 11])
     """
 
-    lengths: tuple[int, ...]
-    parents: tuple[int, ...]
-    starts: tuple[int, ...]
+    lengths: Ints
+    parents: Ints
+    starts: Ints
 
     def __post_init__(self):
         for i, (length, parent, start) in enumerate(zip(self.lengths, self.parents, self.starts, strict=True)):
@@ -102,12 +104,12 @@ class Segments:
         return any(self.starts)
 
     @cached_property
-    def offsets(self) -> tuple[int, ...]:
+    def offsets(self) -> Ints:
         """`(N+1,)` ints: flat position where each segment starts, and `T`."""
         return (0, *np.cumsum(self.lengths, dtype=np.int64).tolist())
 
     @cached_property
-    def key_lengths(self) -> tuple[int, ...]:
+    def key_lengths(self) -> Ints:
         """`(N,)` ints: number of keys each segment's last query attends to (inherited and own)."""
         return tuple(map(add, self.starts, self.lengths))
 
@@ -225,9 +227,7 @@ def num_distinct_tokens(rows: Sequence[np.ndarray]) -> int:
     return sum(len(row) for row in rows) - sum(adjacent_prefixes(rows)[1])
 
 
-def share_prefixes(
-    rows: Sequence[np.ndarray], alone: Sequence[np.ndarray] = ()
-) -> tuple[Segments, tuple[int, ...], np.ndarray]:
+def share_prefixes(rows: Sequence[np.ndarray], alone: Sequence[np.ndarray] = ()) -> tuple[Segments, Ints, np.ndarray]:
     """
     Lay rows out on one flat axis, with shared prefixes stored once.
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from .layout import FlatLayout, once_per_layout
-from .segments import PartialSegments, Segments, something_to_compute
+from .segments import Ints, PartialSegments, Segments, something_to_compute
 from .transfer import HasTensors
 
 # A cut moves to the end of a segment within an eighth of a slice: runs that begin there need no mask
@@ -94,7 +94,7 @@ class View:
 
 
 @once_per_layout
-def handed_on(layout: FlatLayout, cuts: tuple[int, ...], what: What) -> list[tuple[View, np.ndarray, np.ndarray]]:
+def handed_on(layout: FlatLayout, cuts: Ints, what: What) -> list[tuple[View, np.ndarray, np.ndarray]]:
     """
     For each span between `cuts`, flat positions that include 0 and `T`: its view, the earlier tokens that it needs, and
     its own tokens that later spans need. Both are ascending; see [`View.before`].
@@ -122,14 +122,12 @@ class Slice(HasTensors):
 
     span: range
     layout: FlatLayout
-    reads: tuple[int, ...]  # the earlier slices whose kept keys come before its own
+    reads: Ints  # the earlier slices whose kept keys come before its own
     keeps: torch.Tensor | None  # (K,) int64: those of its tokens whose keys later slices read; `None`: all of them
 
 
 @once_per_layout
-def slices_of(
-    layout: FlatLayout, cuts: tuple[int, ...], with_reach: bool = False, window: int = NO_WINDOW
-) -> tuple[Slice, ...]:
+def slices_of(layout: FlatLayout, cuts: Ints, with_reach: bool = False, window: int = NO_WINDOW) -> tuple[Slice, ...]:
     """
     The slices of a layout between `cuts`, flat positions that include 0 and `T`. `with_reach`, each has one extra token
     in a row of its own, for the last position of the longest row, so that rotary frequencies agree in all slices.
@@ -170,7 +168,7 @@ def kept_keys(segments: Segments, cuts: Sequence[int], windows: np.ndarray) -> t
     return begin.sum(1), np.cumsum(begin - end, 1)[:, 1 : len(cuts)]
 
 
-def cut_by_size(segments: Segments, size: int, blocks: np.ndarray | None = None) -> tuple[int, ...]:
+def cut_by_size(segments: Segments, size: int, blocks: np.ndarray | None = None) -> Ints:
     """
     Where to cut so that slices have at most `size` tokens (more if an image block has more), and the last, which is not
     recomputed, about as many. Cuts lie at the end of a segment if one is near, and never within an image block. No
@@ -189,7 +187,7 @@ def cut_by_size(segments: Segments, size: int, blocks: np.ndarray | None = None)
     return (0, *cuts) if cuts[0] else tuple(cuts)
 
 
-def cut_by_number(total: int, number: int, blocks: np.ndarray | None = None) -> tuple[int, ...]:
+def cut_by_number(total: int, number: int, blocks: np.ndarray | None = None) -> Ints:
     """
     Where to cut `total` tokens into `number` slices of about equal size; some may be empty and, but
     for cuts that move out of image blocks, none has one token.

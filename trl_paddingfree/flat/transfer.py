@@ -11,7 +11,8 @@ from typing import Self
 
 import torch
 
-# Tensors are aligned to this many bytes, as kernels with vectorized loads expect
+Tensors = list[torch.Tensor]
+# They are aligned to this many bytes, as kernels with vectorized loads expect
 _ALIGNMENT = 16
 
 
@@ -38,13 +39,13 @@ class HasTensors:
             return self._with(tensors, [x.to(to, non_blocking=non_blocking) for x in tensors])
         return self._with(tensors, _views(_pinned(tensors).to(to, non_blocking=True), tensors))
 
-    def _tensors(self) -> list[torch.Tensor]:
+    def _tensors(self) -> Tensors:
         """The distinct tensors, in order."""
         distinct: dict[int, torch.Tensor] = {}
         self.map(lambda tensor: distinct.setdefault(id(tensor), tensor))
         return list(distinct.values())
 
-    def _with(self, tensors: list[torch.Tensor], others: list[torch.Tensor]) -> Self:
+    def _with(self, tensors: Tensors, others: Tensors) -> Self:
         """A copy with `others` in place of `tensors`."""
         other_of = {id(tensor): other for tensor, other in zip(tensors, others, strict=True)}
         return self.map(lambda tensor: other_of.get(id(tensor), tensor))
@@ -68,12 +69,12 @@ def _is_accelerator(device: torch.device) -> bool:
     return accelerator is not None and device.type == accelerator.type
 
 
-def _sizes(tensors: list[torch.Tensor]) -> list[int]:
+def _sizes(tensors: Tensors) -> list[int]:
     """Bytes that each tensor takes in the buffer."""
     return [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in tensors]
 
 
-def _pinned(tensors: list[torch.Tensor]) -> torch.Tensor:
+def _pinned(tensors: Tensors) -> torch.Tensor:
     """The buffer that `pin_memory` made of `tensors`, recognized by their addresses, or a new one."""
     sizes, storage = _sizes(tensors), tensors[0].untyped_storage()
     places = [x.data_ptr() - storage.data_ptr() for x in tensors]
@@ -81,7 +82,7 @@ def _pinned(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage) if is_buffer else _packed(tensors)
 
 
-def _packed(tensors: list[torch.Tensor]) -> torch.Tensor:
+def _packed(tensors: Tensors) -> torch.Tensor:
     """One buffer with all of `tensors`, pinned if there is an accelerator."""
     buffer = torch.empty(sum(_sizes(tensors)), dtype=torch.uint8, pin_memory=torch.accelerator.is_available())
     for view, tensor in zip(_views(buffer, tensors), tensors, strict=True):
@@ -89,7 +90,7 @@ def _packed(tensors: list[torch.Tensor]) -> torch.Tensor:
     return buffer
 
 
-def _views(buffer: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def _views(buffer: torch.Tensor, tensors: Tensors) -> Tensors:
     """Views of a buffer with the dtypes and shapes of `tensors`."""
     parts = zip(buffer.split(_sizes(tensors)), tensors, strict=True)
     return [part[: x.nbytes].view(x.dtype).view(x.shape) for part, x in parts]

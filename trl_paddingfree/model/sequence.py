@@ -24,20 +24,20 @@ from transformers import PreTrainedConfig
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..flat.layout import Attention, FlatLayout, Gather, once_per_layout
-from ..flat.segments import something_to_compute
+from ..flat.segments import Ints, something_to_compute
 from .architecture import rotary_limits
 from .exchange import Exchanged, Gathered, Halo, head_shares, of_heads, slice_sizes, span_of
 from .masks import PassContext, Scan, Weights
 from .restored import random_state_restored
 
 
-def scored_sizes(batch: FlatBatch, size: int) -> tuple[int, ...]:
+def scored_sizes(batch: FlatBatch, size: int) -> Ints:
     """How many scored tokens of a batch lie in each of `size` slices."""
     owners = owners_of(batch.layout.segments.num_tokens, size)
     return tuple(np.bincount(owners[batch.scored], minlength=size).tolist())
 
 
-def spans_of(total: int, number: int, size: int, cuts: tuple[int, ...] = ()) -> list[range]:
+def spans_of(total: int, number: int, size: int, cuts: Ints = ()) -> list[range]:
     """
     The flat tokens that process `number` of `size` computes: its slice of the axis, or with `cuts` its share of each of
     the slices that are computed one after another.
@@ -50,14 +50,14 @@ def spans_of(total: int, number: int, size: int, cuts: tuple[int, ...] = ()) -> 
     return spans
 
 
-def owners_of(total: int, size: int, cuts: tuple[int, ...] = ()) -> np.ndarray:
+def owners_of(total: int, size: int, cuts: Ints = ()) -> np.ndarray:
     """`(T,)` int64: which of `size` processes computes each flat token."""
     spans = pairwise(cuts or (0, total))
     return np.concatenate([np.repeat(np.arange(size), slice_sizes(stop - start, size)) for start, stop in spans])
 
 
 @once_per_layout
-def _share(layout: FlatLayout, number: int, size: int, cuts: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+def _share(layout: FlatLayout, number: int, size: int, cuts: Ints) -> tuple[np.ndarray, ...]:
     """
     Three int64 arrays: the flat tokens that process `number` of `size` computes; its own among them, ascending, without
     stand-ins for empty slices; and the first place of each of its own in the first array.
