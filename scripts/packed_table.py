@@ -108,7 +108,7 @@ assert check_packed(model).verdict == "exact"  # as TRL packs
 To check `position_ids` alone, give the model
 `position_ids=torch.cat([torch.arange(len(row), device=row.device) for row in rows])[None]` there.
 
-A test of a framework needs one line: `assert check_packed(model, call and partial(call, model)).passed`. The function has to compute with the
+A test of a framework needs one line: `assert check_packed(model, call).passed`. The function has to compute with the
 model and its input embeddings, and return the same answers each time. Its logits need gradients: under `no_grad`, the
 verdict is INEXACT, and says why. It may call `train()`, because dropout is off during the check. It may turn autocast
 on, which then also holds for documents alone, and it may have its own window. If the embeddings do not get the tokens
