@@ -95,7 +95,7 @@ def tight_budget(task, **options):
 @pytest.fixture
 def slices_made(monkeypatch):
     """In how many parts or slices each micro-batch ran on the device."""
-    made, parts, schedule = [], MemoryPlanner.parts, MemoryPlanner.schedule
+    made, parts, schedule = [], MemoryPlanner.parts, MemoryPlanner.own_schedule
 
     def watch(count, method):
         def watched(*args):
@@ -107,7 +107,7 @@ def slices_made(monkeypatch):
         return watched
 
     monkeypatch.setattr(MemoryPlanner, "parts", watch(len, parts))
-    monkeypatch.setattr(MemoryPlanner, "schedule", watch(lambda schedule: schedule.num_slices, schedule))
+    monkeypatch.setattr(MemoryPlanner, "own_schedule", watch(lambda schedule: schedule.num_slices, schedule))
     return made
 
 

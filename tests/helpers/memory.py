@@ -46,9 +46,9 @@ def layered(task):
 
 def ready(trainer):
     """A trainer whose single steps can be called, as `train` leaves it."""
-    if trainer.args.gradient_checkpointing:
-        kwargs = trainer.args.gradient_checkpointing_kwargs
-        trainer.flat_base(trainer.model).gradient_checkpointing_enable(kwargs)
+    with trainer.flat.checkpointing(trainer.args):
+        if trainer.args.gradient_checkpointing:
+            trainer.flat_base(trainer.model).gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
     trainer.current_gradient_accumulation_steps = 1
     return trainer
 

@@ -20,7 +20,7 @@ from trl_paddingfree.memory.planner import MemoryPlanner
 def step(trainer, batch, number=None):
     """Loss and gradients of one training step, with dropout from the same state."""
     if number is not None:
-        trainer.flat.planner.schedule = lambda _: Schedule(recompute=number)
+        trainer.flat.planner.own_schedule = lambda _: Schedule(recompute=number)
     torch.manual_seed(SEED)
     trainer.model.zero_grad()
     loss = trainer.training_step(trainer.model, dict(batch), torch.tensor(50))
@@ -71,13 +71,13 @@ def test_every_number_of_recomputed_layers_computes_the_same_of_generated_rows(d
     # Four passes that train, each with another number
     options = {"gradient_accumulation_steps": 2, "num_iterations": 2}
     expected = run(task, "shared", **make(), train_dataset=data, **options)
-    numbers, schedule = iter(range(LAYERS + 1)), MemoryPlanner.schedule
+    numbers, schedule = iter(range(LAYERS + 1)), MemoryPlanner.own_schedule
 
     def scheduled(planner, batch):
         found = schedule(planner, batch)
         return replace(found, recompute=next(numbers)) if torch.is_grad_enabled() else found
 
-    monkeypatch.setattr(MemoryPlanner, "schedule", scheduled)
+    monkeypatch.setattr(MemoryPlanner, "own_schedule", scheduled)
     kwargs = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
     result = run(task, "shared", **make(), train_dataset=data, memory_budget=8, **options, **kwargs)
     assert_same(expected, result, tolerance=0, ignored=())

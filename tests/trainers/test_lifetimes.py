@@ -52,7 +52,6 @@ def test_the_configuration_of_the_caller_is_not_changed(model_dir):
     assert trainer.args is own
     own.max_steps = 1
     trainer.train()
-    assert trainer.state.global_step == 1
     assert vars(own) == before | {"max_steps": 1}
 
 

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from trl_paddingfree.cli.quickstart import side_by_side
 from trl_paddingfree.cli.quickstart.side_by_side import classes_of
@@ -112,7 +113,7 @@ def run_method(
     steps: list[Callable[[], Any]] = []
     found: dict[str, Any] = {}
 
-    def measured(model: Any, inputs: Any, *args: Any) -> Any:
+    def measured(_: Any, model: Any, inputs: Any, *args: Any) -> Any:
         if len(counted) == micro_batches:  # the second epoch, of the same rows
             steps.append(lambda: step(model, copy.copy(inputs), *args))  # a step empties the inputs that it is given
             return steps[-1]()
@@ -123,12 +124,9 @@ def run_method(
             found.update(computed_tokens=counts.computed, padded_slots=counts.padded)
         return losses[0]
 
-    class Measuring(TrainerCallback):
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            trainer.training_step = measured  # not before: beside a step of one's own, nothing is arranged
-
-    trainer.add_callback(Measuring)
-    trainer.train()
+    # Not on the trainer: beside a step of one's own, nothing is arranged
+    with mock.patch.object(type(trainer), "training_step", measured):
+        trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return {**found, "flops": sum(counted), "losses": losses}, steps
 
