@@ -47,7 +47,7 @@ def counted(trainer, batch, number):
     layers = trainer.flat.trained.recomputable
     counter = SavedBytes(trainer.flat_base(trainer.model), layers)
     batch = {name: value for name, value in batch.items() if name != "rows"}
-    trainer.flat.planner.schedule = lambda _: Schedule(recompute=number)
+    trainer.flat.planner.own_schedule = lambda _: Schedule(recompute=number)
     trainer.model.train()
     with counter.counting():
         loss = trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch))
