@@ -140,7 +140,7 @@ class CollatedTrainer(FlatTrainer):
             if alpha and not any("neftune_noise_alpha" in each for each in coupling):
                 coupling.append(f"`neftune_noise_alpha={alpha}`, whose noise shrinks with the longest row,")
             refusals.refuse_to_move(options, [*coupling, *self.weighed_by_micro_batch()])
-            refusals.refuse_to_look_ahead(options, self.train_dataset, self.args)
+            refusals.refuse_to_look_ahead(options, self.train_dataset, self.args, self.task.token_columns)
         if options.has_budget and not self._may_couple():
             refusals.refuse_lost_gradients(self.accelerator, self.args)
 
@@ -150,7 +150,6 @@ class CollatedTrainer(FlatTrainer):
         flat = self.flat
         if flat.options.arrange_micro_batches == "none":
             return sampler
-        refusals.refuse_to_look_ahead(flat.options, self.train_dataset, self.args, self.task.token_columns)
         if isinstance(sampler, RandomSampler) and self.args.accelerator_config.use_seedable_sampler:
             # accelerate replaces it with this one, but would not find it inside ours
             sampler = SeedableRandomSampler(sampler.data_source, data_seed=self.args.data_seed)
