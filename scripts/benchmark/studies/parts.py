@@ -4,12 +4,13 @@ As in training, the data loader has workers and, where there is an accelerator, 
 """
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import TrainerCallback
 
 from trl_paddingfree.cli.memory import features_of, model_config, training_needs
 from trl_paddingfree.cli.quickstart.side_by_side import classes_of, make_trainer
@@ -82,16 +83,11 @@ def _train(base: Any, pairs: list[dict[str, str]], on_accelerator: bool, options
         peft_config=LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
     backward, parts = trainer.accelerator.backward, list[Any]()
-
-    class Counting(TrainerCallback):
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            # Not before: with a backward pass of one's own, nothing runs in parts
-            trainer.accelerator.backward = lambda *args, **kwargs: parts.append(backward(*args, **kwargs))
-
-    trainer.add_callback(Counting)
     if on_accelerator:
         torch.accelerator.reset_peak_memory_stats()
-    trainer.train()
+    # Not on the accelerator: with a backward pass of one's own, nothing runs in parts
+    with mock.patch.object(Accelerator, "backward", lambda _, *args, **kwargs: parts.append(backward(*args, **kwargs))):
+        trainer.train()
     logs = trainer.state.log_history
     # A budget resets PyTorch's peak for each part, and logs the highest
     peaks = [entry.get("flat/peak_memory_gib", 0.0) for entry in logs]
