@@ -104,6 +104,18 @@ def refuse_misspelt_roles(dataset: AnyDataset, name: str, task: Task) -> None:
                     raise ValueError(f"`{column}` of the {name} data has messages with the role {role!r}.{meant}")
 
 
+def refuse_missing_prompts(dataset: AnyDataset, name: str) -> None:
+    """Refuse pairs of messages if the first has no prompt, neither in a column nor as a common first message."""
+    first = next(iter(dataset))
+    ours, other = first["chosen"], first["rejected"]
+    is_chat = "prompt" not in first and isinstance(ours, list) and isinstance(other, list)
+    if is_chat and (min(len(ours), len(other)) == 1 or (ours and other and ours[0] != other[0])):
+        raise ValueError(
+            f"The {name} data has no `prompt`, only {list(first)}, and `chosen` and `rejected` begin with different "
+            "messages. Rename the column of the prompt with `dataset.rename_column`."
+        )
+
+
 def log_unread(dataset: AnyDataset, name: str, task: Task, *also: str) -> None:
     """Log which columns of raw data TRL does not read, such as a prompt under another name."""
     read = {*RAW_COLUMNS, *task.reads, *task.columns, *also}

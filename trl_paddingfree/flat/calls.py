@@ -40,13 +40,12 @@ class AttentionCalls:
         """The calls of a layout. Unless it `pads`, all segments of a call have one shape."""
         segments = layout.segments
         shapes = [*zip(segments.lengths, segments.key_lengths, strict=True)]
-        # Adjacent ones of equal shape, or any of similar shape if that saves enough calls
-        calls = [list(run) for _, run in groupby(range(len(shapes)), shapes.__getitem__)]
-        grouped = segments_of_like_shape(segments.lengths, segments.key_lengths, PADDED_SHARE if pads else 0)
         if layout.blocks is not None:  # each segment has a mask of its own
             calls = [[i] for i in range(len(shapes))]
-        elif len(grouped) + _CALLS_OF_AN_ORDER < len(calls):
-            calls = grouped
+        else:  # adjacent ones of equal shape, or any of similar shape if that saves enough calls
+            calls = [list(run) for _, run in groupby(range(len(shapes)), shapes.__getitem__)]
+            grouped = segments_of_like_shape(segments.lengths, segments.key_lengths, PADDED_SHARE * pads)
+            calls = grouped if len(grouped) + _CALLS_OF_AN_ORDER < len(calls) else calls
         lengths, key_lengths = np.array(shapes).T
         queries, keys = ([int(sizes[call].max()) for call in calls] for sizes in (lengths, key_lengths))
 

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from ..flat.layout import FlatLayout, GatherIndex, once_per_layout
-from ..flat.segments import something_to_compute
+from ..flat.segments import Ints, something_to_compute
 from ..flat.slices import cut_by_number, handed_on
 
 
-def slice_sizes(total: int, size: int) -> tuple[int, ...]:
+def slice_sizes(total: int, size: int) -> Ints:
     """How many of `total` tokens lie in each of `size` slices; with few tokens, some are 0."""
     return tuple(np.diff(cut_by_number(total, size)).tolist())
 

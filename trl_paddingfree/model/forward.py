@@ -93,8 +93,11 @@ def flat_forward(
         for_head = batch.tokens_to_rows if given else None  # losses read rows
         with flat_backbone(flat_model, batch, for_head, calls_decoder=True):
             outputs = flat_model.forwards[-1](**other_arguments, **given, **flat_inputs(flat_model, batch))
-        mask, logits = batch.row_mask.to(outputs.logits.device)[..., None], outputs.logits
-        logits = torch.where(mask, logits, 0) if given else batch.tokens_to_rows(logits)
+        logits = outputs.logits
+        if given:
+            logits = torch.where(batch.row_mask.to(logits.device)[..., None], logits, 0)
+        else:
+            logits = batch.tokens_to_rows(logits)
         return type(outputs)(logits=logits, **{name: outputs[name] for name in ("loss", "aux_loss") if name in outputs})
     assert labels is not None
     return scored_in_rows(flat_model, batch, labels, other_arguments)

@@ -38,17 +38,17 @@ def buffers_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
         # No forward changes packed weights and masks, which may be as large as everything else
         if x.is_floating_point() or x.ndim < 2
     ]
-    # With what rotary embeddings note of their frequencies: those of a kind of layers nothing before they first change
-    attributes = [(vars(module), {**vars(module)}) for module in modules]
+    # What rotary embeddings note of their frequencies; of those of a kind of layers, nothing before they first change
+    ends = "max_seq_len_cached", "attention_scaling"
+    notes = [(held, {k: x for k, x in held.items() if k.endswith(ends)}) for held in map(vars, modules)]
     try:
         yield
     finally:
-        for held, kept in attributes:
-            for name in [name for name in held if name.endswith(("max_seq_len_cached", "attention_scaling"))]:
-                if name in kept:
-                    held[name] = kept[name]
-                else:
+        for held, kept in notes:
+            for name in [*held]:
+                if name.endswith(ends):
                     del held[name]
+            held.update(kept)
         for module, name, buffer, before in buffers:
             if not torch.equal(buffer, before):
                 buffer.copy_(before)

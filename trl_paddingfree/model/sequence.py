@@ -279,6 +279,6 @@ class SequenceGroup:
     def drawing_apart(self, model: torch.nn.Module) -> Iterator[None]:
         """Within this context, each process draws its own numbers: a common seed would repeat dropout in each slice."""
         seed = int(torch.randint(2**62, ()))  # from the CPU, whose state is the same across the group
-        with random_state_restored(model, False):
+        with random_state_restored(model, of_users=False):
             torch.manual_seed(seed + self.rank)
             yield

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ..flat.batch import FlatBatch
 from ..flat.layout import Attended, Attention, FlatLayout
-from ..flat.segments import something_to_compute
+from ..flat.segments import Ints, something_to_compute
 from ..flat.slices import NO_WINDOW, Slice, What, handed_on, slices_of
 from .architecture import by_name, checkpointing_layers, decoder_of, rotary_reach
 from .masks import FlatMask, PassContext, Scan, Weights
@@ -41,7 +41,7 @@ class Carry:
     convolution or a scan. Implements [`~trl_paddingfree.model.masks.EarlierSlices`].
     """
 
-    cuts: tuple[int, ...]
+    cuts: Ints
     number: int
     earlier: Sequence[Tensors]  # what each earlier slice kept; for attention, keys and values `(1, heads, K, D)`
     with_reach: bool  # see [`slices_of`]

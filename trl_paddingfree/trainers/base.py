@@ -238,9 +238,7 @@ class FlatTrainer(Trainer):
     @when_flat
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         if self.model.training and {"loss", "learning_rate"} <= logs.keys():  # not what one process logs: all gather
-            peak, group = self.flat.peak_memory.highest, self.flat.group
-            peak = peak if group is None else int(group.largest([peak])[0])
-            logs |= self.flat.counts.figures(self.accelerator, peak, self.flat.trained.repeats)
+            logs |= self.flat.counts.figures(self.accelerator, self.flat.highest_peak, self.flat.trained.repeats)
             if self.flat.planner is not None:
                 logs |= self.flat.planner.figures()
         super().log(logs, *args, **kwargs)

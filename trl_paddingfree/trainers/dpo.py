@@ -7,7 +7,7 @@ from .. import upstream
 from ..data.collate import PreferenceCollator
 from ..data.lengths import truncated
 from ..data.task import Task
-from ..data.validate import check_preferences, log_dropped, refuse_unread
+from ..data.validate import check_preferences, log_dropped, refuse_missing_prompts, refuse_unread
 from ..flat.batch import Inputs
 from ..images.collate import VisionPreferenceCollator
 from .collated import CollatedTrainer
@@ -74,15 +74,7 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
     @when_flat
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
         refuse_unread(dataset, dataset_name, "DPO", ("prompt", "chosen", "rejected"), ("chosen", "rejected"))
-        first = next(iter(dataset))
-        ours, other = first["chosen"], first["rejected"]
-        is_chat = "prompt" not in first and isinstance(ours, list) and isinstance(other, list)
-        if is_chat and (min(len(ours), len(other)) == 1 or (ours and other and ours[0] != other[0])):
-            # The prompt is what both conversations begin with
-            raise ValueError(
-                f"The {dataset_name} data has no `prompt`, only {list(first)}, and `chosen` and `rejected` begin with "
-                "different messages. Rename the column of the prompt with `dataset.rename_column`."
-            )
+        refuse_missing_prompts(dataset, dataset_name)
         dataset = check_preferences(dataset, self._tokenizer, dataset_name, args)
         prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         log_dropped(dataset_name, dataset, prepared, args.max_length)

@@ -236,7 +236,7 @@ def refuse_to_move(options: PaddingFreeOptions, reasons: list[str]) -> None:
 
 
 def refuse_to_look_ahead(
-    options: PaddingFreeOptions, train_dataset: AnyDataset, config: TrainingArguments, columns: Sequence[str] = ()
+    options: PaddingFreeOptions, train_dataset: AnyDataset, config: TrainingArguments, columns: Sequence[str]
 ) -> None:
     """
     Refuse `arrange_micro_batches` for data of unknown lengths, such as without the `columns` of tokens, and for data

@@ -92,9 +92,10 @@ class Runtime:
 
     def checkpointing(self, config: TrainingArguments) -> AbstractContextManager[None]:
         """Within this context, TRL turns checkpointing on if `memory_budget` is to pick the layers that recompute."""
-        names = ("gradient_checkpointing", "activation_checkpointing")
         picks = not self.pads and self.options.memory_budget is not None
-        return attributes_set((config, name, True) for name in names * picks)
+        return attributes_set(
+            (config, name, True) for name in ("gradient_checkpointing", "activation_checkpointing") if picks
+        )
 
     def prove(self, trainer: "FlatTrainer", model: torch.nn.Module) -> None:
         """Prove a model before it first computes anything, if it had no weights when the trainer was made."""
@@ -126,6 +127,12 @@ class Runtime:
 
     def _text_configs(self) -> list[PreTrainedConfig]:
         return [flat_model.model.config.get_text_config() for flat_model in self.models]
+
+    @property
+    def highest_peak(self) -> int:
+        """Peak bytes in use so far, the highest of any process of the group."""
+        highest = self.peak_memory.highest
+        return highest if self.group is None else int(self.group.largest([highest])[0])
 
     def plan_if_placed(self, trainer: "FlatTrainer") -> None:
         """Plan for the budgets before training, if the models already have all of their weights."""

@@ -13,7 +13,6 @@ from ..data.validate import log_dropped, refuse_unknown_tokens, refuse_unread_in
 from ..flat.batch import IGNORE_INDEX, Inputs
 from ..images.collate import VisionLanguageModelingCollator
 from ..model.restored import attributes_set
-from .base import FlatTrainer
 from .collated import CollatedTrainer
 from .configs import PaddingFreeSFTConfig
 from .runtime import when_flat
@@ -63,7 +62,7 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
         cuts_packed = collator.cuts_packed and self.data_collator.padding_free  # TRL sets it if it packs
         if collator.return_position_ids and not cuts_packed:
             raise ValueError("`return_position_ids=True` numbers documents within rows that are not cut: leave it out.")
-        if collator.pad_to_multiple_of and cuts_packed and (reasons := FlatTrainer.coupled_by(self)):
+        if collator.pad_to_multiple_of and cuts_packed and (reasons := super().coupled_by()):
             raise ValueError(
                 f"`pad_to_multiple_of={collator.pad_to_multiple_of}` with packing and {reasons[0]}: in TRL's packed "
                 "row, the loss of the routers counts the padding, too. Leave one of them out."
