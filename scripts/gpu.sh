@@ -102,7 +102,7 @@ print(json.dumps(environment(), indent=1))'
     step 7 && {
         local eight_at_a_time=()
         python3 -c 'import xdist' 2>/dev/null && eight_at_a_time=(-n 8)
-        gpu_tests 200 architectures "${eight_at_a_time[@]}" tests/check/test_architectures.py tests/model/test_attention.py
+        gpu_tests 200 architectures "${eight_at_a_time[@]}" tests/core/check/test_architectures.py tests/core/model/test_attention.py
     }
     # Decoder layers compiled one by one, beside eager ones; compiling takes a minute
     step 9 && bench 200 dpo "${claim[@]}" --name dpo-compiled --methods trl shared budget compiled --batches 2 --rounds 2 \
@@ -111,7 +111,7 @@ print(json.dumps(environment(), indent=1))'
     local gpus
     gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
     ((gpus > 1)) && step 8 && CUDA_VISIBLE_DEVICES=0,1 within 90 python3 -m torch.distributed.run --standalone \
-        --nproc_per_node 2 -m tests.trainers.sequence_counts > >(tee "$out/sequence.txt") 2>&1
+        --nproc_per_node 2 -m tests.groups.sequence_counts > >(tee "$out/sequence.txt") 2>&1
     echo "=== $SECONDS s in all; results in $out${archive:+ and $archive}"
 }
 

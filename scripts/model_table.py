@@ -13,11 +13,11 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.reference_flash import reference_flash
-from trl_paddingfree import upstream
-from trl_paddingfree.check.gradients import RowsInTraining
-from trl_paddingfree.check.probe import RowsAlone
-from trl_paddingfree.check.prove import CheckResult, check_flat, why_refused
-from trl_paddingfree.model.routes import choose_route, routes_to_try
+from trl_paddingfree.core import upstream
+from trl_paddingfree.core.check.gradients import RowsInTraining
+from trl_paddingfree.core.check.probe import RowsAlone
+from trl_paddingfree.core.check.prove import CheckResult, check_flat, why_refused
+from trl_paddingfree.core.model.routes import choose_route, routes_to_try
 
 Row = Callable[[str], list[str]]  # what makes the row of a model type
 

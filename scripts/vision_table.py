@@ -9,10 +9,10 @@ from trl.trainer.utils import add_fused_lm_head
 
 from scripts.model_table import markdown
 from tests.helpers.vision import ARCHITECTURES, make_vision, vision_pairs
+from trl_paddingfree.core.model.routes import Route
 from trl_paddingfree.images.check import ImageProbe, ImagesAlone, check_images
 from trl_paddingfree.images.collate import VisionPreferenceCollator
 from trl_paddingfree.images.model import vision_rules, why_no_images
-from trl_paddingfree.model.routes import Route
 
 COLUMNS = ("vision-language model", "verdict", "segment", "mask", "leak, of an effect of")
 HEADING = """
@@ -25,7 +25,7 @@ your data. `python scripts/models.py --vision --output docs/models.md` wrote thi
   padded TRL on each example alone. The second is the most that the model's own rounding explains.
 - The **leak** is how much rows move when the images of other rows are inverted. The **effect** is how much they move
   when their own images are.
-- `python -m pytest -m models tests/trainers/test_vision*.py` trains all of these models beside padded TRL, in six
+- `python -m pytest -m models tests/images` trains all of these models beside padded TRL, in six
   trainers.
 """
 _TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

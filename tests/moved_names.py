@@ -37,7 +37,7 @@ def build(name, **options):
 
 
 def import_trainer():
-    from trl_paddingfree.trainers.registry import TRAINERS  # noqa: F401 (no module imports all of them otherwise)
+    from trl_paddingfree.registry import TRAINERS  # noqa: F401 (no module imports all of them otherwise)
 
 
 def import_collator():

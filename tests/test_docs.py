@@ -22,8 +22,8 @@ from tests.test_house import FILES, calls_of_a_step
 from tests.test_package import MODULES
 from trl_paddingfree.cli.main import make_parser
 from trl_paddingfree.cli.train import make_parser as make_script_parser
-from trl_paddingfree.model.masks import BACKENDS
-from trl_paddingfree.trainers.configs import PaddingFreeDPOConfig, PaddingFreeOptions
+from trl_paddingfree.core.model.masks import BACKENDS
+from trl_paddingfree.core.trainers.configs import PaddingFreeDPOConfig, PaddingFreeOptions
 
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")

@@ -15,10 +15,10 @@ from tests.helpers.flat_and_padded import install, log_probs_and_gradients, padd
 from tests.helpers.tiny import SHARING, make_model, preference_data
 from tests.runs import run
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.model import attention
-from trl_paddingfree.model.masks import FlatMask
-from trl_paddingfree.model.routes import choose_route
-from trl_paddingfree.model.state_layers import missing_kernels, state_layers
+from trl_paddingfree.core.model import attention
+from trl_paddingfree.core.model.masks import FlatMask
+from trl_paddingfree.core.model.routes import choose_route
+from trl_paddingfree.recurrent.layers import missing_kernels, state_layers
 
 pytestmark = pytest.mark.gpu
 

@@ -14,14 +14,14 @@ import pytest
 
 from tests.helpers.pages import ROOT
 from tests.moved_names import VERSION, copy_of_trl
-from trl_paddingfree import versions
 from trl_paddingfree.cli.options import refuse
-from trl_paddingfree.versions import MovedNameError, naming_versions
+from trl_paddingfree.core import versions
+from trl_paddingfree.core.versions import MovedNameError, naming_versions
 
 # What was moved, what to do, and in what message it ends: where the name was, and who needs it
 MOVED = {
-    "get_config_model_id": ("import_trainer", "trl.trainer.utils", "trl_paddingfree.trainers.configs"),
-    "DataCollatorForPreference": ("import_collator", "trl.trainer.dpo_trainer", "trl_paddingfree.data.collate"),
+    "get_config_model_id": ("import_trainer", "trl.trainer.utils", "trl_paddingfree.core.trainers.configs"),
+    "DataCollatorForPreference": ("import_collator", "trl.trainer.dpo_trainer", "trl_paddingfree.core.data.collate"),
     "_prepare_dataset": ("import_trainer", "DPOTrainer", "PaddingFreeDPOTrainer"),
     "_generate_single_turn": ("import_trainer", "DistillationTrainer", "PaddingFreeDistillationTrainer"),
     "shift_labels": ("train_dpo", "trl.trainer.utils.add_fused_lm_head", "FlatModel"),

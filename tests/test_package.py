@@ -12,7 +12,7 @@ import pytest
 
 import trl_paddingfree
 from tests.helpers.launching import finished
-from tests.test_house import FILES, PACKAGE, imported_files, in_circles
+from tests.test_house import FILES, PACKAGE
 
 MODULES = sorted(
     module.name
@@ -76,36 +76,11 @@ def test_importing_every_module_changes_nothing_in_transformers_and_trl():
     assert json.loads(in_a_fresh_process(STATE, *MODULES).splitlines()[-1]) == []
 
 
-# Which parts of the package each part may import. An arrow that is not here would point up, or around
-MAY_IMPORT = {
-    "flat": set(),
-    "versions": set(),
-    "upstream": {"versions"},
-    "model": {"flat", "upstream", "versions"},
-    "memory": {"flat", "upstream", "model"},
-    "check": {"flat", "upstream", "model"},
-    "data": {"flat"},
-    "images": {"flat", "model", "check", "data"},
-    "trainers": {"flat", "upstream", "versions", "model", "memory", "check", "data", "images"},
-    "cli": {"flat", "upstream", "versions", "model", "memory", "check", "data", "images", "trainers"},
-    "__main__": {"cli"},
-    "__init__": {"flat", "versions", "model", "check", "data", "trainers"},
-}
-
-
-def test_a_part_imports_only_what_lies_below_it():
-    imported = {name: {part_of(other) for other in imported_files(name)} for name in FILES}
-    allowed = {name: MAY_IMPORT[part_of(name)] | {part_of(name)} for name in FILES}
-    assert {name: parts - allowed[name] for name, parts in imported.items() if parts - allowed[name]} == {}
-    assert {part_of(name) for name in FILES} == MAY_IMPORT.keys()
-    assert in_circles(MAY_IMPORT) == []
-
-
-def part_of(name):
-    return name.split("/")[0].removesuffix(".py")
-
-
-CORE = [name for name in MODULES if name.split(".")[1] in ("flat", "model", "memory", "upstream", "versions")]
+CORE = [
+    name
+    for name in MODULES
+    if name.startswith("trl_paddingfree.core.") and name.split(".")[2] in ("flat", "model", "upstream", "versions")
+]
 
 
 def test_the_core_needs_neither_trl_nor_flash_attn():

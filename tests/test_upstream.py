@@ -26,15 +26,16 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 from tests.helpers.architectures import tiny_model
 from tests.helpers.tiny import make_model
 from tests.test_house import FILES
-from trl_paddingfree import upstream, versions
-from trl_paddingfree.flat.layout import FlatLayout
-from trl_paddingfree.flat.segments import Segments
-from trl_paddingfree.model import architecture, state_tree
-from trl_paddingfree.model.attention import torch_varlen
-from trl_paddingfree.model.forward import is_pooled
-from trl_paddingfree.model.masks import BOUNDARIES, FlatMask
-from trl_paddingfree.model.state_layers import state_layers
-from trl_paddingfree.trainers.registry import TRAINERS
+from trl_paddingfree.core import upstream, versions
+from trl_paddingfree.core.flat.layout import FlatLayout
+from trl_paddingfree.core.flat.segments import Segments
+from trl_paddingfree.core.model import architecture
+from trl_paddingfree.core.model.attention import torch_varlen
+from trl_paddingfree.core.model.forward import is_pooled
+from trl_paddingfree.core.model.masks import BOUNDARIES, FlatMask
+from trl_paddingfree.recurrent import tree as state_tree
+from trl_paddingfree.recurrent.layers import state_layers
+from trl_paddingfree.registry import TRAINERS
 
 # Where each private name lives, and the parameters that we give it; `None` of what is not called
 PRIVATE = {
@@ -113,10 +114,10 @@ SET_ELSEWHERE = {
 # Names of PyTorch, accelerate and Python that are used outside of `upstream.py`, by module
 ELSEWHERE = {
     "cli/train.py": ("_actions", "_check_value", "_ddp_params_and_buffers_to_ignore"),
-    "memory/saved_bytes.py": ("_base",),
-    "model/slices.py": ("_modules",),
-    "trainers/attempts.py": ("_version",),
-    "trainers/steps.py": ("_set_sync_gradients",),
+    "budgets/saved_bytes.py": ("_base",),
+    "slices/decoder.py": ("_modules",),
+    "budgets/attempts.py": ("_version",),
+    "budgets/steps.py": ("_set_sync_gradients",),
 }
 # Strings of our own that look like private names
 OURS = {"_derived", "_gib", "_last_readers", "_reward"}
@@ -166,7 +167,7 @@ def test_private_names_are_listed_here_and_but_for_inherited_ones_used_in_one_mo
     listed = {place.rpartition(".")[2].rpartition(":")[2] for place in [*PRIVATE, *INSTANCE]} | SET_ELSEWHERE.keys()
     for module, names in names_of_others().items():
         assert {name for name in names if re.fullmatch(r"_[a-zA-Z]\w*", name)} <= listed | OURS, module
-        if module != "upstream.py":
+        if module != "core/upstream.py":
             assert names & listed - inherited - {*ELSEWHERE.get(module, ())} == set(), module
 
 

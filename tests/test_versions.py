@@ -12,7 +12,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from tests.helpers.pages import ROOT
 from tests.helpers.tiny import make_model
-from trl_paddingfree.versions import TESTED
+from trl_paddingfree.core.versions import TESTED
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 RUNS = {

@@ -11,9 +11,9 @@ from trl.experimental.tpo import TPOConfig, TPOTrainer
 from tests.helpers.pages import ROOT, blocks, short_and_local
 from tests.helpers.tiny import SEED, SHARING, arguments, make_model, preference_data, prompts, text
 from tests.runs import assert_same, compare, make_trainer, run
-from trl_paddingfree.data.lengths import example_tokens, truncated
-from trl_paddingfree.data.savings import measure
-from trl_paddingfree.trainers.collated import CollatedTrainer
+from trl_paddingfree.cli.savings import measure
+from trl_paddingfree.core.data.lengths import example_tokens, truncated
+from trl_paddingfree.core.trainers.collated import CollatedTrainer
 
 LOSS, ROWS, GENERATED = blocks((ROOT / "docs" / "write_a_trainer.md").read_text(encoding="utf-8"), "python")
 TRIPLES = "your-name/triples"

@@ -3,42 +3,48 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from .versions import naming_versions
+from .core.versions import naming_versions
 
 __version__ = "0.6.0"
 
 # Imported on first use: `import trl_paddingfree` costs nothing and changes nothing
 _MODULES = {
-    "check.anywhere": ("padding_free",),
-    "check.packed": ("check_packed",),
-    "check.prove": ("CheckResult", "UnprovenModelError"),
-    "data.collate": ("concatenated_inputs",),
-    "data.task": ("Task",),
-    "data.turns": ("split_turns",),
-    "flat.batch": ("FlatBatch",),
-    "flat.counts": ("BatchCounts",),
-    "flat.segments": ("Segments",),
-    "model.flat_model": ("FlatModel",),
-    "trainers.collated": ("CollatedTrainer",),
-    "trainers.configs": ("PaddingFreeOptions",),
-    "trainers.online": ("OnlineTrainer",),
-    "trainers.runtime": ("when_flat",),
+    "anywhere.prove": ("padding_free",),
+    "packed.check": ("check_packed",),
+    "core.check.prove": ("CheckResult", "UnprovenModelError"),
+    "core.data.collate": ("concatenated_inputs",),
+    "core.data.task": ("Task",),
+    "cli.turns": ("split_turns",),
+    "core.flat.batch": ("FlatBatch",),
+    "core.flat.counts": ("BatchCounts",),
+    "core.flat.segments": ("Segments",),
+    "core.model.flat_model": ("FlatModel",),
+    "core.trainers.collated": ("CollatedTrainer",),
+    "core.trainers.configs": ("PaddingFreeOptions",),
+    "online.base": ("OnlineTrainer",),
+    "core.trainers.runtime": ("when_flat",),
 }
 _COLLATORS = ("Flat", "LanguageModeling", "Preference", "Reward", "UnpairedPreference")
-_TRAINERS = ("DPO", "Distillation", "GRPO", "KTO", "RLOO", "Reward", "SFT")
+_TRAINERS = {
+    "core.trainers": ("DPO", "SFT"),
+    "heads": ("KTO", "Reward"),
+    "online": ("Distillation", "GRPO", "RLOO"),
+}
 _EXPORTS = {
     **{name: module for module, names in _MODULES.items() for name in names},
-    **{f"{name}Collator": "data.collate" for name in _COLLATORS},
-    **{f"PaddingFree{name}Config": "trainers.configs" for name in _TRAINERS},
-    **{f"PaddingFree{name}Trainer": f"trainers.{name.lower()}" for name in _TRAINERS},
+    **{f"{name}Collator": "core.data.collate" for name in _COLLATORS},
+    **{f"PaddingFree{name}Config": "core.trainers.configs" for names in _TRAINERS.values() for name in names},
+    **{
+        f"PaddingFree{name}Trainer": f"{folder}.{name.lower()}" for folder, names in _TRAINERS.items() for name in names
+    },
 }
 __all__ = [*_EXPORTS, "__version__"]
 
 if TYPE_CHECKING:
-    from .check.anywhere import padding_free
-    from .check.packed import check_packed
-    from .check.prove import CheckResult, UnprovenModelError
-    from .data.collate import (
+    from .anywhere.prove import padding_free
+    from .cli.turns import split_turns
+    from .core.check.prove import CheckResult, UnprovenModelError
+    from .core.data.collate import (
         FlatCollator,
         LanguageModelingCollator,
         PreferenceCollator,
@@ -46,14 +52,13 @@ if TYPE_CHECKING:
         UnpairedPreferenceCollator,
         concatenated_inputs,
     )
-    from .data.task import Task
-    from .data.turns import split_turns
-    from .flat.batch import FlatBatch
-    from .flat.counts import BatchCounts
-    from .flat.segments import Segments
-    from .model.flat_model import FlatModel
-    from .trainers.collated import CollatedTrainer
-    from .trainers.configs import (
+    from .core.data.task import Task
+    from .core.flat.batch import FlatBatch
+    from .core.flat.counts import BatchCounts
+    from .core.flat.segments import Segments
+    from .core.model.flat_model import FlatModel
+    from .core.trainers.collated import CollatedTrainer
+    from .core.trainers.configs import (
         PaddingFreeDistillationConfig,
         PaddingFreeDPOConfig,
         PaddingFreeGRPOConfig,
@@ -63,15 +68,16 @@ if TYPE_CHECKING:
         PaddingFreeRLOOConfig,
         PaddingFreeSFTConfig,
     )
-    from .trainers.distillation import PaddingFreeDistillationTrainer
-    from .trainers.dpo import PaddingFreeDPOTrainer
-    from .trainers.grpo import PaddingFreeGRPOTrainer
-    from .trainers.kto import PaddingFreeKTOTrainer
-    from .trainers.online import OnlineTrainer
-    from .trainers.reward import PaddingFreeRewardTrainer
-    from .trainers.rloo import PaddingFreeRLOOTrainer
-    from .trainers.runtime import when_flat
-    from .trainers.sft import PaddingFreeSFTTrainer
+    from .core.trainers.dpo import PaddingFreeDPOTrainer
+    from .core.trainers.runtime import when_flat
+    from .core.trainers.sft import PaddingFreeSFTTrainer
+    from .heads.kto import PaddingFreeKTOTrainer
+    from .heads.reward import PaddingFreeRewardTrainer
+    from .online.base import OnlineTrainer
+    from .online.distillation import PaddingFreeDistillationTrainer
+    from .online.grpo import PaddingFreeGRPOTrainer
+    from .online.rloo import PaddingFreeRLOOTrainer
+    from .packed.check import check_packed
 
 
 def __getattr__(name: str) -> object:

@@ -38,7 +38,7 @@ import datasets
 import torch
 from transformers.utils import logging
 
-from trl_paddingfree.trainers.configs import silence
+from trl_paddingfree.core.trainers.configs import silence
 
 from . import beside, report, tables
 from .environment import ROOT, default_device, environment, keep_pages, provenance

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from trl_paddingfree import upstream
-from trl_paddingfree.flat.batch import FlatBatch
-from trl_paddingfree.flat.calls import AttentionCalls
-from trl_paddingfree.flat.layout import FlatLayout
-from trl_paddingfree.flat.pieces import PathRows
-from trl_paddingfree.flat.segments import adjacent_prefixes
-from trl_paddingfree.model.state_layers import repeats_prefixes, state_layers
-from trl_paddingfree.model.state_tree import step_cost
+from trl_paddingfree.core import upstream
+from trl_paddingfree.core.flat.batch import FlatBatch
+from trl_paddingfree.core.flat.calls import AttentionCalls
+from trl_paddingfree.core.flat.layout import FlatLayout
+from trl_paddingfree.core.flat.segments import adjacent_prefixes
+from trl_paddingfree.recurrent.layers import repeats_prefixes, state_layers
+from trl_paddingfree.recurrent.pieces import PathRows
+from trl_paddingfree.recurrent.tree import step_cost
 
 
 def slots_of_state_layers(model: Any, layout: FlatLayout) -> int:

@@ -16,9 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.benchmark import Timer
 from trl import pack_dataset
 
-from trl_paddingfree.flat.batch import IGNORE_INDEX
-from trl_paddingfree.memory.device import PeakMemory
-from trl_paddingfree.memory.engine import base_of
+from trl_paddingfree.budgets.device import PeakMemory
+from trl_paddingfree.core.flat.batch import IGNORE_INDEX
+from trl_paddingfree.core.trainers.engine import base_of
 
 from .flops import StepCost, Work, flop_counter, slots_of_state_layers
 from .tasks import PACKED, Method, Settings

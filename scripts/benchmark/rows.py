@@ -14,9 +14,9 @@ from typing import Any, TextIO
 import numpy as np
 from transformers import AutoTokenizer
 
-from trl_paddingfree.data.load import load_rows
-from trl_paddingfree.data.turns import split_turns
-from trl_paddingfree.trainers.registry import TRAINERS
+from trl_paddingfree.cli.load import load_rows
+from trl_paddingfree.cli.turns import split_turns
+from trl_paddingfree.registry import TRAINERS
 
 from .tasks import BENCHMARKED, Length
 

@@ -13,7 +13,7 @@ import numpy as np
 from accelerate.utils.memory import clear_device_cache
 from transformers.utils import logging
 
-from trl_paddingfree.model.routes import describe
+from trl_paddingfree.core.model.routes import describe
 
 from .baseline import WITHOUT_PADDING, baseline_attention, describe_attention
 from .differences import differences

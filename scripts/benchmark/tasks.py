@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trl_paddingfree.flat.batch import IGNORE_INDEX
+from trl_paddingfree.core.flat.batch import IGNORE_INDEX
 
 from .baseline import TWO_BOUNDARIES
 

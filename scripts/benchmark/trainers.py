@@ -11,8 +11,8 @@ from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from trl_paddingfree import upstream
 from trl_paddingfree.cli.quickstart import side_by_side
+from trl_paddingfree.core import upstream
 
 from .shapes import SHAPES
 from .tasks import PACKED, Method, Settings

@@ -22,7 +22,7 @@ from tests.helpers.float64 import float64_throughout, in_float64
 from tests.helpers.launching import finished
 from tests.helpers.tiny import FOLLOWING, SEED, following_rotary, lora, make_model, reward_model
 from trl_paddingfree import FlatModel, PaddingFreeDPOTrainer, UnprovenModelError, padding_free
-from trl_paddingfree.flat.counts import BatchCounts
+from trl_paddingfree.core.flat.counts import BatchCounts
 
 # Of models in float32: logits of about 10 after two layers, and gradients relative to the largest of their tensor
 TOLERANCE = 1e-4

@@ -71,8 +71,8 @@ def test_a_verdict_says_up_to_where_it_holds():
 
 
 def test_what_takes_too_long_is_left_out_and_named(monkeypatch):
-    monkeypatch.setattr("trl_paddingfree.check.packed._SECONDS", 0.0)
-    monkeypatch.setattr("trl_paddingfree.check.training._ENTRIES", 3000)
+    monkeypatch.setattr("trl_paddingfree.packed.check._SECONDS", 0.0)
+    monkeypatch.setattr("trl_paddingfree.core.check.training._ENTRIES", 3000)
     model = make_model(num_hidden_layers=4)
     assert check_packed(model, partial(placed(torch.zeros_like), model)).verdict == "INEXACT"
     result = check_packed(model)

@@ -16,9 +16,9 @@ from tests.helpers.launching import finished
 from tests.helpers.tiny import conversations, make_model, preference_data, prompt_completions, unpaired
 from tests.runs import make_trainer, run
 from trl_paddingfree import PaddingFreeOptions
+from trl_paddingfree.cli.load import load_data
 from trl_paddingfree.cli.main import main
 from trl_paddingfree.cli.train import main as run_script
-from trl_paddingfree.data.load import load_data
 
 TRAINING = ["dpo", "sft", "reward", "kto", "grpo", "rloo", "distillation"]
 COMMANDS = ["inspect", "check", *TRAINING, "env", "quickstart"]

@@ -13,9 +13,9 @@ from tests.helpers.architectures import tiny_model
 from tests.helpers.tiny import make_tokenizer
 from tests.runs import run
 from trl_paddingfree import BatchCounts
+from trl_paddingfree.budgets.features import KEYS, PAIRS
 from trl_paddingfree.cli.main import main
 from trl_paddingfree.cli.memory import features_by_layout, memory_report, model_config, step_units, training_needs
-from trl_paddingfree.memory.features import KEYS, PAIRS
 
 # The head's weights, few layers, and adapters in another place
 TOLERANCE = 0.1

@@ -16,7 +16,7 @@ import trl_paddingfree
 from tests.helpers.tiny import SEED, preference_data
 from trl_paddingfree.cli.train import _load_reward
 from trl_paddingfree.cli.train import main as run_script
-from trl_paddingfree.data.validate import refuse_unread_instructions
+from trl_paddingfree.data_checks.validate import refuse_unread_instructions
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(trl_paddingfree.__file__).parents[1])}
 cli = importlib.import_module("trl_paddingfree.cli.main")  # the package gives its function by this name
@@ -243,7 +243,7 @@ def test_versions_are_printed_before_pytorch_is_asked_for_devices(capsys, monkey
         assert "- transformers: " in capsys.readouterr().out
         return {"gpus": ["a GPU"]}
 
-    monkeypatch.setattr("trl_paddingfree.check.machine.hardware", ask)
+    monkeypatch.setattr("trl_paddingfree.core.check.machine.hardware", ask)
     assert cli.main(["env"]) == 0
     assert capsys.readouterr().out == "- gpus: a GPU\n"
 

@@ -3,14 +3,7 @@
 import pytest
 
 from tests.helpers.tiny import SEED
-from tests.helpers.vision import (
-    IMAGE_ID,
-    make_vision,
-    vision_labelled,
-    vision_messages,
-    vision_pairs,
-    vision_prompts,
-)
+from tests.helpers.vision import IMAGE_ID, make_vision, vision_labelled, vision_messages, vision_pairs, vision_prompts
 from trl_paddingfree.cli.train import main as train
 from trl_paddingfree.images.collate import VisionPreferenceCollator
 from trl_paddingfree.images.model import vision_rules

@@ -14,7 +14,7 @@ from tests.device.runs import train
 from tests.helpers.tiny import REENTRANT
 from tests.pretend_device import counted_waits, memory, own_generator
 from trl_paddingfree import FlatBatch, UnprovenModelError
-from trl_paddingfree.model.restored import random_state_restored
+from trl_paddingfree.core.model.restored import random_state_restored
 
 
 @pytest.fixture

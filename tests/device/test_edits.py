@@ -3,12 +3,12 @@
 import pytest
 from transformers import TrainerCallback
 
+from tests.core.trainers.test_edits import other_tokens
 from tests.device.runs import train
 from tests.helpers.tiny import DATA, SEED, arguments
 from tests.runs import make_trainer
-from tests.trainers.test_edits import other_tokens
 from trl_paddingfree import PaddingFreeSFTTrainer
-from trl_paddingfree.model.edits import EditedRowsError
+from trl_paddingfree.core.model.edits import EditedRowsError
 
 
 class Own(PaddingFreeSFTTrainer):

@@ -9,6 +9,7 @@ import torch
 from transformers import TrainerCallback
 
 from tests import pretend_device
+from tests.core.trainers import test_kernels
 from tests.device.runs import TOLERANCE, assert_as_on_cpu, train
 from tests.helpers import random_runs
 from tests.helpers.architectures import tiny_model
@@ -27,11 +28,10 @@ from tests.helpers.vision import (
 )
 from tests.runs import LAYOUTS, assert_as_close, make_trainer, off_by, run
 from tests.runs import TOLERANCE as AS_PADDED
-from tests.trainers import test_kernels
 from trl_paddingfree import split_turns
-from trl_paddingfree.memory.device import GIB
-from trl_paddingfree.memory.planner import CORRECTED, MemoryPlanner
-from trl_paddingfree.model import slices
+from trl_paddingfree.budgets.device import GIB
+from trl_paddingfree.budgets.planner import CORRECTED, MemoryPlanner
+from trl_paddingfree.slices import decoder as slices
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
 RECOMPUTED = [

@@ -12,12 +12,12 @@ from tests.helpers.tiny import DATA, SEED, arguments
 from tests.helpers.vision import on_images, vision_pairs
 from tests.pretend_device import WAITS, counted_waits
 from tests.runs import make_trainer, run
-from trl_paddingfree.model import attention
+from trl_paddingfree.core.model import attention
 
 # Generated rows are read back once in each pass of a model: what is flat is laid out on the host
-FLATTEN = ("trl_paddingfree/data/rows.py", "generated_on_host")
+FLATTEN = ("trl_paddingfree/core/data/rows.py", "generated_on_host")
 # There for both models, and for the loss
-DISTILLED = ("trl_paddingfree/trainers/distillation.py", "PaddingFreeDistillationTrainer._compute_loss")
+DISTILLED = ("trl_paddingfree/online/distillation.py", "PaddingFreeDistillationTrainer._compute_loss")
 PLACES = {"grpo": {FLATTEN: 1}, "rloo": {FLATTEN: 2}, "distillation": {DISTILLED: 1}}
 
 

@@ -10,9 +10,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from trl.trainer.utils import add_fused_lm_head
 
-from trl_paddingfree.check.prove import CheckResult, prove
-from trl_paddingfree.model.routes import choose_route
-from trl_paddingfree.versions import TESTED
+from trl_paddingfree.core.check.prove import CheckResult, prove
+from trl_paddingfree.core.model.routes import choose_route
+from trl_paddingfree.core.versions import TESTED
 
 MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 # Configurations that do not build small, or without packages that are not installed; docs/models.md gives the reasons

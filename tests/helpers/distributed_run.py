@@ -20,8 +20,8 @@ from tests.helpers.memory import hold_tokens, watch_passes
 from tests.helpers.tiny import conversations, preference_data
 from tests.helpers.vision import vision_messages, vision_pairs
 from tests.runs import make_trainer
-from trl_paddingfree.trainers.proving import StartUpCheck
-from trl_paddingfree.trainers.registry import TRAINERS
+from trl_paddingfree.core.trainers.proving import StartUpCheck
+from trl_paddingfree.registry import TRAINERS
 
 TIMEOUT = 360  # seconds for importing, and for each run: compiling takes one a minute on a quiet machine
 # Options of these runs, beside those of trainers: what they train on, and what happens to it

@@ -8,8 +8,8 @@ from tests.helpers.architectures import with_head
 from tests.helpers.float64 import TOLERANCE, float64_throughout, in_float64
 from tests.runs import gradient_differences, largest_of
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.model.flat_model import FlatModel
-from trl_paddingfree.model.routes import Route, choose_route
+from trl_paddingfree.core.model.flat_model import FlatModel
+from trl_paddingfree.core.model.routes import Route, choose_route
 
 
 def install(model, **route) -> FlatModel:

@@ -10,13 +10,13 @@ from transformers.utils import is_torchvision_available
 from tests.helpers.tiny import arguments, make_model, reward_model
 from tests.helpers.vision import on_images
 from tests.runs import make_trainer, run
-from trl_paddingfree.flat.slices import NO_WINDOW
-from trl_paddingfree.memory.features import FEATURES, TOKENS
-from trl_paddingfree.memory.kept_bytes import KeptBytes
-from trl_paddingfree.memory.needs import MemoryNeeds
-from trl_paddingfree.memory.planner import MemoryPlanner
-from trl_paddingfree.model.architecture import recomputable_layers
-from trl_paddingfree.trainers import runtime
+from trl_paddingfree.budgets.features import FEATURES, TOKENS
+from trl_paddingfree.budgets.kept_bytes import KeptBytes
+from trl_paddingfree.budgets.needs import MemoryNeeds
+from trl_paddingfree.budgets.planner import MemoryPlanner
+from trl_paddingfree.core.model.architecture import recomputable_layers
+from trl_paddingfree.core.trainers import runtime
+from trl_paddingfree.slices.axis import NO_WINDOW
 
 LAYERS = 3
 # Vision models: Qwen's images have sizes of their own
@@ -87,7 +87,7 @@ def watch_passes(monkeypatch):
         return result
 
     monkeypatch.setattr(MemoryPlanner, "scheduled", watch)
-    monkeypatch.setattr("trl_paddingfree.memory.planner.LEAST_SLICE", 8)
+    monkeypatch.setattr("trl_paddingfree.budgets.planner.LEAST_SLICE", 8)
     return made
 
 

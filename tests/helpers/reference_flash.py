@@ -17,7 +17,7 @@ from transformers.models.falcon import modeling_falcon
 from transformers.models.gpt_neo import modeling_gpt_neo
 from transformers.models.gptj import modeling_gptj
 
-from trl_paddingfree.model import attention
+from trl_paddingfree.core.model import attention
 
 
 def check_arguments(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):

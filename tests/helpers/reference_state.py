@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from trl_paddingfree import upstream
+from trl_paddingfree.core import upstream
 
 # transformers' names of the functions for which it looks for a kernel, with the dimension of the tokens
 _FUNCTIONS = {

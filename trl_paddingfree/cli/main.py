@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from ..data.load import NAME_THE_DATA, refuse_missing
-from ..versions import naming_versions
+from ..core.versions import naming_versions
+from .load import NAME_THE_DATA, refuse_missing
 from .options import LOADING, NO, OK, answer_at_once, make_parser, refuse, spelled
 
 # As shells report processes that were killed by SIGINT or SIGPIPE
@@ -73,17 +73,17 @@ def inspect(args: argparse.Namespace) -> int:
     from rich.console import Console
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
-    from ..data.load import load_rows
-    from ..data.savings import measure
-    from ..data.task import task_of
-    from ..data.turns import split_turns
+    from ..core.data.task import task_of
+    from ..core.trainers.configs import silence
     from ..images.examples import has_images
     from ..images.savings import image_counts
-    from ..trainers.configs import silence
-    from ..trainers.registry import TASKS
+    from ..registry import TASKS
+    from .load import load_rows
     from .memory import memory_report, model_config
     from .quickstart.charts import drawn, plot_waste
+    from .savings import measure
     from .tables import print_memory, print_waste
+    from .turns import split_turns
 
     silence()
     if args.model is not None:  # a wrong name is refused before data is loaded
@@ -140,8 +140,8 @@ def check(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from ..check.packed import check_packed
-    from ..check.report import as_dict, check_model, load_model
+    from ..core.check.report import as_dict, check_model, load_model
+    from ..packed.check import check_packed
     from .tables import print_routes
 
     given = args.model, args.dtype, args.attn_implementation
@@ -165,7 +165,7 @@ def check(args: argparse.Namespace) -> int:
 
 def env(args: argparse.Namespace) -> int:
     """`trl-paddingfree env`."""
-    from ..check.machine import hardware, software
+    from ..core.check.machine import hardware, software
 
     if args.json:
         print_json(software() | hardware())

@@ -1,8 +1,8 @@
 """Predicts memory and speed of training from the configuration of a model and the lengths of rows.
 
-The first layers, enough for one of each kind, are created with random weights, and what they keep for the backward pass
-is counted as in training. [`~trl_paddingfree.memory.needs.MemoryNeeds`] then computes the peaks. Only the configuration
-is downloaded.
+The first layers, enough for one of each kind, are created with random weights, and what they keep for the backward
+pass is counted as in training. [`~trl_paddingfree.budgets.needs.MemoryNeeds`] then computes the peaks. Only the
+configuration is downloaded.
 """
 
 import copy
@@ -25,17 +25,17 @@ from transformers import (
 )
 from trl.trainer.utils import add_fused_lm_head
 
-from .. import upstream
-from ..data.validate import did_you_mean
-from ..flat.counts import BatchCounts
-from ..memory.adapters import cast_inputs_once
-from ..memory.device import GIB
-from ..memory.features import CONSTANT, FEATURES, KEYS, SCORED, TOKENS
-from ..memory.kept_bytes import count_kept_bytes
-from ..memory.needs import HeadBytes, MemoryNeeds
-from ..model.architecture import beyond_varlen, recomputable_layers
-from ..model.flat_model import FlatModel
-from ..model.routes import choose_route
+from ..budgets.device import GIB
+from ..budgets.features import CONSTANT, FEATURES, KEYS, SCORED, TOKENS
+from ..budgets.kept_bytes import count_kept_bytes
+from ..budgets.needs import HeadBytes, MemoryNeeds
+from ..core import upstream
+from ..core.flat.counts import BatchCounts
+from ..core.model.architecture import beyond_varlen, recomputable_layers
+from ..core.model.casts import cast_inputs_once
+from ..core.model.flat_model import FlatModel
+from ..core.model.routes import choose_route
+from ..data_checks.validate import did_you_mean
 
 # Weights and activations are bfloat16, as on GPUs. A 4-bit weight takes 4 bits and, on average, 0.127 bits of scales
 DTYPE, BYTES, BYTES_IN_4_BITS = torch.bfloat16, 2, 4.127 / 8
@@ -165,7 +165,7 @@ def kept_by_kernels() -> str:
 
 
 def features_of(tokens: float, keys: float, scored: float) -> np.ndarray:
-    """The [`~trl_paddingfree.memory.features`] of a batch of text whose attention keeps no scores."""
+    """The [`~trl_paddingfree.budgets.features`] of a batch of text whose attention keeps no scores."""
     features = np.zeros(len(FEATURES))
     features[[CONSTANT, TOKENS, KEYS, SCORED]] = 1, tokens, keys, scored
     return features

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from yaml import YAMLError, safe_load
 
-from ..data.load import NAME_THE_DATA, refuse_missing
+from .load import NAME_THE_DATA, refuse_missing
 
 OK, NO, WRONG_USE = 0, 1, 2
 # Errors of arguments, names and files, and of missing packages

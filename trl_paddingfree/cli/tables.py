@@ -6,9 +6,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from ..check.report import ModelReport
-from ..data.savings import WasteReport
-from ..memory.device import GIB
+from ..budgets.device import GIB
+from ..core.check.report import ModelReport
+from .savings import WasteReport
 
 
 def table(title: str, heads: Iterable[str | Column], rows: Iterable[Iterable[str]], **style: Any) -> Table:

@@ -27,14 +27,14 @@ from trl import (
 from trl.scripts.grpo import GRPOScriptArguments
 from trl.scripts.rloo import RLOOScriptArguments
 
-from ..data.load import load_data
-from ..data.turns import split_turns
-from ..memory.device import has_accelerator
-from ..trainers.base import FlatTrainer
-from ..trainers.configs import PaddingFreeOptions, PaddingFreeSFTConfig, option, silence
-from ..trainers.registry import TRAINERS
+from ..budgets.device import has_accelerator
+from ..core.trainers.base import FlatTrainer
+from ..core.trainers.configs import PaddingFreeOptions, PaddingFreeSFTConfig, option, silence
+from ..registry import TRAINERS
+from .load import load_data
 from .options import LOADING, TRACEBACK, OneLineParser, answer_at_once, refuse
 from .tables import summarize
+from .turns import split_turns
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """The start-up check of images, on the user's own first examples: a flat batch of them against each example alone.
 
-The figures are those of [`~trl_paddingfree.check.prove`]. Here, `leak` is how much rows move when the images of *other*
-rows are inverted, and `effect` how much they move when their *own* are.
+The figures are those of [`~trl_paddingfree.core.check.prove`]. Here, `leak` is how much rows move when the images of
+*other* rows are inverted, and `effect` how much they move when their *own* are.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,13 +14,13 @@ import torch
 from accelerate.utils import send_to_device
 from transformers import PreTrainedModel
 
-from ..check.comparison import NOISE_FACTOR
-from ..check.probe import Answers, Call, Rows, RowsAlone, Variants, largest_difference, undisturbed
-from ..check.prove import Agree, CheckResult, UnprovenModelError, check_flat
-from ..check.training import moved_off_zero
-from ..data.lengths import Example
-from ..flat.batch import IGNORE_INDEX, Inputs
-from ..model.routes import Route
+from ..core.check.comparison import NOISE_FACTOR
+from ..core.check.probe import Answers, Call, Rows, RowsAlone, Variants, largest_difference, undisturbed
+from ..core.check.prove import Agree, CheckResult, UnprovenModelError, check_flat
+from ..core.check.training import moved_off_zero
+from ..core.data.lengths import Example
+from ..core.flat.batch import IGNORE_INDEX, Inputs
+from ..core.model.routes import Route
 from .collate import FlatVisionCollator
 from .examples import images_of, inverted, with_each
 
@@ -121,7 +121,7 @@ class ImagesAlone(RowsAlone):
 
 
 def check_images(model: PreTrainedModel, route: Route, reference: ImagesAlone) -> CheckResult:
-    """[`~trl_paddingfree.check.prove.check_flat`] of a vision-language model, on examples with images."""
+    """[`~trl_paddingfree.core.check.prove.check_flat`] of a vision-language model, on examples with images."""
     result = check_flat(model, route, reference)
     if reference.effect == 0 and not result.failure:  # then flat answers prove nothing about images
         return CheckResult(route, failure="images make no difference to the model: they never arrive")

@@ -10,12 +10,12 @@ from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 from trl.trainer.kto_trainer import DataCollatorForVisionUnpairedPreference
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from ..data.collate import FlatCollator, FlatMismatchedCollator
-from ..data.lengths import Example
-from ..data.rows import CollatedRows
-from ..flat.batch import Inputs
-from ..model.architecture import TYPE_ROWS
-from ..model.edits import EditedRowsError
+from ..core.data.collate import FlatCollator, FlatMismatchedCollator
+from ..core.data.lengths import Example
+from ..core.data.rows import CollatedRows
+from ..core.flat.batch import Inputs
+from ..core.model.architecture import TYPE_ROWS
+from ..core.model.edits import EditedRowsError
 from .cuts import IMAGE_ARGUMENTS, Cuts, entries_of, equal_images, numbered, row_cuts
 from .examples import images_of
 from .rows import RowImages, VisionRules

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from trl.trainer.utils import split_pixel_values_by_grid
 
-from ..flat.batch import Inputs
+from ..core.flat.batch import Inputs
 
 # Arguments of TRL's passes that hold images, and those that say how many images, or tiles of images, each row has
 IMAGE_ARGUMENTS = (

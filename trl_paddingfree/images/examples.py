@@ -9,8 +9,8 @@ from datasets import Dataset, IterableDataset
 from transformers.image_utils import load_image
 from trl.data_utils import prepare_multimodal_messages
 
-from ..data.lengths import AnyDataset, Example, has_known_lengths, tables_of
-from ..data.validate import column_names
+from ..core.data.lengths import AnyDataset, Example, has_known_lengths, tables_of
+from ..data_checks.validate import column_names
 
 
 def has_images(dataset: AnyDataset) -> bool:

@@ -7,7 +7,7 @@ from itertools import chain
 import torch
 from trl.trainer.utils import split_tensor_dict, unsplit_pixel_values_by_grid
 
-from ..flat.batch import Inputs
+from ..core.flat.batch import Inputs
 from .cuts import COUNTS, IMAGE_ARGUMENTS, Cuts, entries_of, equal_images, numbered, row_cuts, split_by_row
 from .rows import RowImages, VisionRules
 

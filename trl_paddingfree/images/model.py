@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..model.architecture import config_value, takes_images
+from ..core.model.architecture import config_value, takes_images
 from .rows import VisionRules
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ..flat.layout import FlatLayout
-from ..flat.transfer import HasTensors, on_device
-from ..model.restored import Change
+from ..core.flat.layout import FlatLayout
+from ..core.flat.transfer import HasTensors, on_device
+from ..core.model.restored import Change
 
 # As models return them: one tensor for all images, or one for each
 Features = torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...]

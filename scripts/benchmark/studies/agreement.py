@@ -10,8 +10,8 @@ from typing import Any
 from datasets import Dataset
 from transformers import set_seed
 
+from trl_paddingfree.cli.load import load_rows
 from trl_paddingfree.cli.train import main as train_main
-from trl_paddingfree.data.load import load_rows
 
 from ..differences import differences
 from ..environment import machine_name

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
-from trl_paddingfree.data.arrange import StepSampler, by_prefix, by_tokens
-from trl_paddingfree.data.collate import PreferenceCollator
-from trl_paddingfree.data.lengths import example_tokens, example_work, truncated
+from trl_paddingfree.arranging.order import StepSampler, by_prefix, by_tokens
+from trl_paddingfree.core.data.collate import PreferenceCollator
+from trl_paddingfree.core.data.lengths import example_tokens, example_work, truncated
 
 from ..report import table
 from ..rows import make_rows, read_lengths, task_of

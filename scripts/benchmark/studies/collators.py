@@ -6,7 +6,7 @@ from typing import Any
 
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
-from trl_paddingfree.data.collate import PreferenceCollator
+from trl_paddingfree.core.data.collate import PreferenceCollator
 
 from ..environment import machine_name
 from ..report import table

@@ -6,11 +6,11 @@ import torch
 from torch._inductor import compile_fx, config, metrics
 from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
 
+from trl_paddingfree.budgets.saved_bytes import SavedBytes
 from trl_paddingfree.cli.memory import kept_by_kernels
-from trl_paddingfree.memory.saved_bytes import SavedBytes
-from trl_paddingfree.model.architecture import recomputable_layers
-from trl_paddingfree.model.compiled import compile_layers
-from trl_paddingfree.model.restored import attributes_set
+from trl_paddingfree.compiled.layers import compile_layers
+from trl_paddingfree.core.model.architecture import recomputable_layers
+from trl_paddingfree.core.model.restored import attributes_set
 
 from ..report import table
 from .casts import Launches, Way

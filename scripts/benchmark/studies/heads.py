@@ -15,9 +15,9 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from trl_paddingfree.cli.load import load_rows
 from trl_paddingfree.cli.quickstart import side_by_side
 from trl_paddingfree.cli.quickstart.side_by_side import classes_of
-from trl_paddingfree.data.load import load_rows
 
 from ..differences import difference
 from ..environment import default_device, machine_name

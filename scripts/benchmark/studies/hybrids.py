@@ -12,11 +12,11 @@ from trl.trainer.utils import add_fused_lm_head
 
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.cli.memory import model_config
-from trl_paddingfree.data.collate import PreferenceCollator
-from trl_paddingfree.model import state_tree
-from trl_paddingfree.model.flat_model import FlatModel
-from trl_paddingfree.model.forward import scored_in_rows
-from trl_paddingfree.model.routes import choose_route
+from trl_paddingfree.core.data.collate import PreferenceCollator
+from trl_paddingfree.core.model.flat_model import FlatModel
+from trl_paddingfree.core.model.forward import scored_in_rows
+from trl_paddingfree.core.model.routes import choose_route
+from trl_paddingfree.recurrent import tree as state_tree
 
 from ..flops import StepCost, Work, count_flops
 from ..report import table

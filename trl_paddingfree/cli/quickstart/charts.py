@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.console import Console
 
-from ...data.savings import WasteReport
+from ..savings import WasteReport
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

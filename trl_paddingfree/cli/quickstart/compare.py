@@ -16,10 +16,10 @@ from rich.console import Console
 from transformers.utils import logging
 from trl import extract_prompt
 
-from ...data.load import load_rows
-from ...data.task import task_of
-from ...memory.device import has_accelerator
-from ...trainers.registry import TRAINERS
+from ...budgets.device import has_accelerator
+from ...core.data.task import task_of
+from ...registry import TRAINERS
+from ..load import load_rows
 from ..tables import right, table
 from .charts import drawn, plot_runs
 from .model import make_model, make_tokenizer, preference_data

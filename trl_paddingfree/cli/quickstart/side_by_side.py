@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers import PrinterCallback, TrainerCallback
 
-from ...memory.device import GIB, has_accelerator
-from ...trainers.registry import TRAINERS
+from ...budgets.device import GIB, has_accelerator
+from ...registry import TRAINERS
 
 ON_CPU = {"use_cpu": True, "bf16": False, "dataloader_pin_memory": False}
 # Between two readings of memory: the largest tensors of a step live longer than this

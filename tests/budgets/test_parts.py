@@ -1,0 +1,158 @@
+"""Micro-batches that a budget cannot hold run in parts or in slices, with the loss of the whole."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from accelerate import DistributedType, FullyShardedDataParallelPlugin
+from torch.utils.checkpoint import checkpoint
+from transformers.utils import is_torchvision_available
+
+from tests.helpers.architectures import is_older
+from tests.helpers.memory import LAYERS, layered, most_slices, with_images
+from tests.helpers.tiny import FOLLOWING, ROUTED, SEED, arguments, following_rotary, lora, make_model, preference_data
+from tests.helpers.vision import WITHOUT_TORCHVISION, on_images, vision_pairs
+from tests.runs import assert_same, compare, make_trainer, run
+from trl_paddingfree import FlatBatch
+from trl_paddingfree.budgets.device import GIB
+from trl_paddingfree.budgets.planner import MemoryPlanner
+from trl_paddingfree.core.trainers.engine import adds_up_shards
+from trl_paddingfree.slices import decoder as slices
+
+
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize(
+    ("loss_type", "routed"),
+    [(["aot"], {}), (["sigmoid", "sft"], {}), (["aot_unpaired"], {}), (["sigmoid"], ROUTED)],
+    ids=["aot", "sft", "aot-unpaired", "routers"],
+)
+@pytest.mark.parametrize("limit", ["memory", "tokens"])
+def test_losses_that_couple_examples_run_in_slices_beneath_the_loss(loss_type, routed, limit, passes, hold_tokens):
+    def make():
+        return arguments("dpo", model=make_model("mixtral" if routed else "llama", num_hidden_layers=LAYERS, **routed))
+
+    options = {"steps": 2, "per_device_train_batch_size": 8, "loss_type": loss_type}
+    compare("dpo", make, preference_data(16, SEED), "ours", ours=limited(limit, 120, hold_tokens), **options)
+    assert most_slices(passes) > 1
+
+
+def limited(limit, number, hold_tokens):
+    """Options of a trainer whose micro-batches hold so many tokens."""
+    if limit == "tokens":
+        return {"max_tokens_per_micro_batch": number}
+    hold_tokens(number)
+    return {"memory_budget": 8}
+
+
+@pytest.mark.parametrize(
+    ("task", "limit", "reentrant", "options"),
+    [
+        ("grpo", "memory", True, {"loss_type": "grpo", "gradient_accumulation_steps": 2}),
+        ("grpo", "memory", False, {"loss_type": "bnpo", "top_entropy_quantile": 0.5, "use_adaptive_entropy": True}),
+        ("grpo", "tokens", False, {"loss_type": "bnpo", "num_iterations": 2, "peft_config": lora()}),
+        ("rloo", "tokens", True, {"num_iterations": 2, "peft_config": lora()}),
+    ],
+    ids=["grpo", "bnpo", "tokens", "rloo"],
+)
+def test_slices_have_the_loss_of_padded_trl(data, task, limit, reentrant, options, passes, hold_tokens):
+    options = {**options, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    ours = limited(limit, 25, hold_tokens)
+    compare(task, partial(layered, "grpo"), data, "shared", ours=ours, **options)
+    assert most_slices(passes) > 1
+
+
+def test_slices_compute_a_prompt_once(data, passes):
+    words = " ".join(["word"] * 40)
+    long = data.map(lambda row: {"prompt": [{"role": "user", "content": f"{words} {row['prompt'][0]['content']}"}]})
+    whole = run("grpo", "shared", **layered("grpo"), train_dataset=long, steps=1).trainer.total_counts()
+    most = {"max_tokens_per_micro_batch": int(0.4 * whole.computed)}
+    parts = run("grpo", "shared", **layered("grpo"), train_dataset=long, steps=1, **most).trainer.total_counts()
+    assert parts == whole
+    assert most_slices(passes) == 3
+
+
+@FOLLOWING
+def test_slices_have_the_frequencies_of_the_whole(data, kind, passes):
+    def make():
+        return {**layered("grpo"), "model": make_model(**following_rotary(24, kind))}
+
+    compare("grpo", make, data, "flat", ours={"max_tokens_per_micro_batch": 30})
+    assert most_slices(passes) > 1
+
+
+def test_slices_are_computed_again_as_they_were(data, passes, monkeypatch):
+    options = {"train_dataset": data, "max_tokens_per_micro_batch": 30, "steps": 1}
+    options["peft_config"] = lora(lora_dropout=0.3)
+    runs = []
+    for compute in (checkpoint, lambda function, *args, use_reentrant: function(*args)):
+        monkeypatch.setattr(slices, "checkpoint", compute)
+        runs.append(run("rloo", "shared", **layered("rloo"), **options))
+    assert most_slices(passes) > 1
+    assert_same(*runs, tolerance=0, ignored=())
+
+
+@pytest.mark.skipif(is_older("5.20"), reason="a mixture with a router loss cannot generate: padded neither")
+def test_the_loss_of_routers_in_slices_is_that_of_the_whole(data, passes, hold_tokens):
+    def make():
+        return {**layered("grpo"), "model": make_model("mixtral", **ROUTED)}
+
+    hold_tokens(30)
+    compare("grpo", make, data, "flat", ours={"memory_budget": 8})
+    assert most_slices(passes) > 1
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """A list that gets the parts into which each micro-batch is divided."""
+    made, parts_of = [], MemoryPlanner.parts
+    monkeypatch.setattr(MemoryPlanner, "parts", lambda *args: made.append(parts_of(*args)) or made[-1])
+    return made
+
+
+def test_micro_batches_in_parts_count_their_images(made):
+    data = vision_pairs(8, SEED)
+    plan = with_images("llava", "dpo", data).flat.planner
+    least = plan.needs.fixed + 0.7 * (plan.current.schedule.peak - plan.needs.fixed)
+    ours = {"memory_budget": 2 * least / GIB}  # in float64
+    compare("dpo", partial(on_images, "llava", "dpo"), data, "shared", ours=ours)
+    assert max(map(len, made)) > 1
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("loss_type", [["sigmoid"], ["sigmoid", "sft"]], ids=["above the loss", "beneath it"])
+def test_parts_with_and_without_images_follow_padded_trl(kind, loss_type, passes, made):
+    """Positions that a model counts by grids, and parts in which no row has an image while others have."""
+    if kind not in WITHOUT_TORCHVISION and not is_torchvision_available():
+        pytest.skip("its processor needs torchvision")
+    options = {"loss_type": loss_type, "per_device_train_batch_size": 8}
+    options["ours"] = {"max_tokens_per_micro_batch": 40}
+    compare("dpo", partial(on_images, kind, "dpo", lora=True), vision_pairs(8, SEED), "shared", **options)
+    assert bool(made) == (loss_type == ["sigmoid"])
+    assert max(map(len, made), default=0) > 1 or most_slices(passes) > 1
+
+
+@pytest.mark.parametrize(
+    ("version", "offloads", "expected"), [(1, False, True), (1, True, False), (2, False, True), (2, True, True)]
+)
+def test_parts_are_added_up_in_shards_but_where_fsdp1_offloads_them(version, offloads, expected):
+    state = SimpleNamespace(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=version, cpu_offload=offloads))
+    assert adds_up_shards(SimpleNamespace(distributed_type=DistributedType.FSDP, state=state)) is expected
+    assert not adds_up_shards(SimpleNamespace(distributed_type=DistributedType.MULTI_GPU, state=state))
+
+
+def test_parts_of_pairs_that_attention_keeps_grow_as_squares():
+    """Under a dense mask, the pairs of two examples in a part are more than those of each."""
+    plan = make_trainer("dpo", "flat", flat_attention="mask", memory_budget=8).flat.planner
+    rng = np.random.default_rng(SEED)
+    for _ in range(20):
+        rows = [[5] * n for n in rng.integers(2, 60, 6)]
+        alone = [plan.features(FlatBatch.from_rows([row], [row], prefix_sharing=False)) for row in rows]
+        together = plan.features(FlatBatch.from_rows(rows, rows, prefix_sharing=False))
+        plan.budget = int(plan.needs.peaks(together).min()) - 1
+        parts = plan.parts(alone)
+        assert len(parts) > 1
+        for part in parts:
+            of_part = [rows[i] for i in part]
+            load = plan.features(FlatBatch.from_rows(of_part, of_part, prefix_sharing=False))
+            assert plan.needs.peaks(load).min() <= plan.budget

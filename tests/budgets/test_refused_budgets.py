@@ -1,0 +1,122 @@
+"""Budgets that are too small, or stand beside what they cannot, are refused by name."""
+
+import re
+
+import pytest
+import torch
+from datasets import concatenate_datasets
+from transformers import LlamaForCausalLM
+
+from tests.helpers.memory import budgeted, layered, with_images
+from tests.helpers.tiny import ROUTED, SEED, conversations, make_model, preference_data
+from tests.helpers.vision import vision_pairs
+from tests.runs import run
+from trl_paddingfree.budgets.device import GIB, budget_bytes
+
+
+@pytest.mark.slow
+def test_a_budget_that_an_example_does_not_fit_into_is_refused(folder):
+    data = preference_data(16, SEED)
+    with pytest.raises(ValueError, match=r"`memory_budget=0.0001`.* is less than example \d+ of the.* at least [\d.]+"):
+        budgeted("dpo", folder, data, memory_budget="0.0001")
+    try:
+        budgeted("dpo", folder, data, memory_budget=0.0001)
+    except ValueError as error:
+        least = float(re.search(r"at least ([\d.]+), or", str(error))[1])
+    run("dpo", "ours", model=folder, train_dataset=data, memory_budget=least, steps=1)
+    stream = data.to_iterable_dataset()
+    with pytest.raises(ValueError, match="is less than a micro-batch needs"):
+        run("dpo", "ours", model=folder, train_dataset=stream, memory_budget=0.0001, steps=1)
+    run("dpo", "ours", model=folder, train_dataset=stream, memory_budget=least, steps=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"activation_offloading": True}, "activation_offloading=True"),
+        ({"gradient_checkpointing_kwargs": {"selective": True}}, "'selective': True"),
+        ({"gradient_checkpointing_kwargs": {"every_n_layers": 2}}, "'every_n_layers': 2"),
+        ({"optim": "galore_adamw_layerwise"}, "optim='galore_adamw_layerwise'` steps within each backward pass"),
+        (
+            {"memory_budget": None, "max_tokens_per_micro_batch": 100, "optim": "adalomo"},
+            "optim='adalomo'` steps within each backward pass",
+        ),
+        ({"memory_budget": -1}, "must be a positive number"),
+        ({"memory_budget": "much"}, "must be a positive number"),
+    ],
+)
+def test_what_a_budget_cannot_stand_beside_is_refused(folder, options, reason):
+    with pytest.raises(ValueError, match=reason):
+        budgeted("sft", folder, conversations(8, SEED), **options)
+
+
+@pytest.mark.parametrize(
+    "budget", [{"memory_budget": 8}, {"max_tokens_per_micro_batch": 100}], ids=["memory", "tokens"]
+)
+def test_a_router_loss_beside_reentrant_recomputation_is_refused(tokenizer, budget):
+    def make(**options):
+        given = {"processing_class": tokenizer, "memory_budget": None, **options}
+        return budgeted("sft", make_model("mixtral", **ROUTED), conversations(8, SEED), **given)
+
+    for kwargs in ({"use_reentrant": True}, {"preserve_rng_state": True}):  # PyTorch's default is reentrant
+        reentrant = {"gradient_checkpointing_kwargs": kwargs}
+        with pytest.raises(ValueError, match="'use_reentrant': True.*router_aux_loss_coef=0.3"):
+            make(**budget, **reentrant)
+        make(**reentrant)
+    make(**budget)
+
+
+@pytest.mark.parametrize("budget", [10**6, "24e9"], ids=["of a cluster", "in bytes"])
+def test_more_than_the_machine_has_is_refused_before_a_model_is_loaded(budget):
+    with pytest.raises(ValueError, match=r"`memory_budget=.*` is in GiB, and more than the \d+\.\d GiB of cpu"):
+        budgeted("sft", "a-model/that-is-not-there", conversations(8, SEED), memory_budget=budget)
+
+
+def test_more_than_an_accelerator_has_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda _: (20 * GIB, 24 * GIB))
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda _: 2 * GIB)
+    gpu = torch.device("cuda", 0)
+    with pytest.raises(ValueError, match=r"500.0` is in GiB, and more than the 24.0 GiB of cuda:0.*'auto'\.$"):
+        budget_bytes(500.0, gpu)
+    with pytest.raises(ValueError, match=r"Did you mean 22\.4\?"):
+        budget_bytes("24e9", gpu)
+    assert budget_bytes(24.0, gpu) == 24 * GIB
+    assert budget_bytes("auto", gpu) == int(0.9 * 22 * GIB)
+
+
+def test_a_budget_that_the_longest_completion_does_not_fit_into_is_refused(data):
+    def least(**options):
+        with pytest.raises(ValueError, match=r"`max_completion_length=\d+` needs: .* at least [\d.]+") as error:
+            run("grpo", "shared", **layered("grpo"), train_dataset=data, memory_budget=0.0001, **options)
+        return float(re.search(r"at least ([\d.]+), or", str(error.value))[1])
+
+    assert least(max_completion_length=1000) > least()
+    run("grpo", "shared", **layered("grpo"), train_dataset=data, memory_budget=least(), steps=1)
+
+
+def test_the_memory_that_vllm_leaves_is_not_guessed(data):
+    options = {"use_vllm": True, "vllm_mode": "colocate", "memory_budget": "auto"}
+    with pytest.raises(ValueError, match="does not know what vLLM leaves"):
+        run("grpo", "shared", **layered("grpo"), train_dataset=data, **options)
+
+
+def test_a_model_that_cannot_recompute_is_refused(monkeypatch):
+    monkeypatch.setattr(LlamaForCausalLM, "supports_gradient_checkpointing", False)
+    with pytest.raises(ValueError, match="`memory_budget=8.0`: LlamaForCausalLM has no layers that can recompute"):
+        run("sft", "shared", memory_budget=8)
+
+
+def test_a_budget_wants_to_see_images():
+    without = vision_pairs(12, SEED).filter(lambda row: not row["images"])
+    with pytest.raises(ValueError, match="has an image in its column, so what the vision tower keeps"):
+        with_images("llava", "dpo", without)
+
+
+def test_images_are_found_behind_many_examples_without_them():
+    data = vision_pairs(12, SEED)
+    without = data.filter(lambda row: not row["images"])
+    # More than are searched of a stream
+    data = concatenate_datasets([without] * (257 // len(without) + 1) + [data])
+    assert {"first", "text"} <= set(with_images("llava", "dpo", data).flat.check.images.names)
+    with pytest.raises(ValueError, match="The first examples of the train data have no images"):
+        with_images("llava", "dpo", data.to_iterable_dataset(), memory_budget=None)

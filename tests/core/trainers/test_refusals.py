@@ -1,0 +1,565 @@
+"""Bad input stops before anything is computed and says what to change, or is counted and said."""
+
+import copy
+import inspect
+import re
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
+
+import peft
+import pytest
+import torch
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState
+from datasets import Dataset
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from trl import DPOConfig, SFTConfig
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+from tests.helpers.architectures import is_older, tiny_model
+from tests.helpers.tiny import DATA, arguments, conversations, make_model, make_tokenizer, preference_data, reward_model
+from tests.runs import compare, make_trainer
+from trl_paddingfree import LanguageModelingCollator, PaddingFreeDPOTrainer, PreferenceCollator, RewardCollator
+from trl_paddingfree.registry import TRAINERS
+
+SEED = 7793
+
+
+def build(task="dpo", **given):
+    """A trainer of ours, by default of adapters."""
+    return make_trainer(task, "ours", **{**arguments(task), **given})
+
+
+def without(*tokens):
+    tokenizer = make_tokenizer()
+    for token in tokens:
+        setattr(tokenizer, token, None)
+    return tokenizer
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def assistant(text):
+    return [{"role": "assistant", "content": text}]
+
+
+@dataclass
+class ChangedTrlCollator(DataCollatorForPreference):
+    pass
+
+
+@dataclass
+class ChangedCollator(PreferenceCollator):
+    def torch_call(self, examples):
+        return super().torch_call(examples[:2])
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+PROMPT_TUNING = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+PREFIX_TUNING = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+GOOD = {"prompt": "w1", "chosen": "w2", "rejected": "w3"}
+GOOD_CHAT = {"prompt": user("w1"), "chosen": assistant("w2"), "rejected": assistant("w3")}
+# Task, rows of its data, and what is said of them
+ROWS = {
+    "pairs without `rejected`": ("dpo", [{"prompt": "w1", "chosen": "w2"}], "train data has no columns that DPO reads"),
+    "nothing": ("dpo", [GOOD, {**GOOD, "chosen": None}], "Row 1 of the train data: `chosen` is None"),
+    "strings": ("dpo", [{**GOOD_CHAT, "prompt": ["w1"]}], "`prompt` is a list with 'w1', which has no role"),
+    "no messages": (
+        "dpo",
+        [GOOD_CHAT, {**GOOD_CHAT, "chosen": []}],
+        "Row 1 of the train data: `chosen` is an empty list",
+    ),
+    "a message of nothing": (
+        "dpo",
+        [{**GOOD_CHAT, "rejected": assistant(None)}],
+        "Row 0 of the train data: `rejected` is a list with a message whose content is None",
+    ),
+    "text beside messages": ("dpo", [{**GOOD_CHAT, "prompt": "w1"}], "`prompt` is a str, `chosen` is a list"),
+    "a prompt by another name": (
+        "dpo",
+        [{"question": user("w1"), "chosen": assistant("w2"), "rejected": assistant("w3")}],
+        r"The train data has no `prompt`, only \['question', .* begin with different messages",
+    ),
+    "images": ("dpo", [{**GOOD, "image": [1]}], "appears to be vision-related"),
+    "images of rewards": (
+        "reward",
+        [{**GOOD, "images": [1]}],
+        "a column `images`, and this trainer trains on text only",
+    ),
+    "images of SFT": ("sft", [{"messages": user("w1"), "images": [1]}], "appears to be vision-related"),
+    "SFT": (
+        "sft",
+        [{"question": "w1", "answer": "w2"}],
+        r"The train data has no columns that SFT reads, only \['question', 'answer'\]. It reads `prompt` and "
+        "`completion`, or `input_ids`, or `messages`, or `text`",
+    ),
+    "SFT of pairs": (
+        "sft",
+        [GOOD],
+        r"only \['prompt', 'chosen', 'rejected'\]. It reads `prompt` and `completion`, or, without a `prompt`, one of "
+        "`input_ids`, `messages`, `text`",
+    ),
+    "reward model": ("reward", [{"chosen": "w2"}], "that a reward model reads, only .* reads `chosen` and `rejected`"),
+    "KTO": (
+        "kto",
+        [{"prompt": "w1", "completion": "w2"}],
+        "that KTO reads, only .*It reads `prompt` and `completion` and `label`",
+    ),
+    "no text": ("sft", [{"text": "w1"}, {"text": None}], "Row 1 of the train data: `text` is None"),
+    "no roles": (
+        "sft",
+        [{"messages": [{"content": "w1"}]}],
+        "Row 0 of the train data: `messages` is a list with .*which has no role",
+    ),
+    "a misspelt role": (
+        "sft",
+        [{"messages": [{"role": role, "content": "w1"} for role in ("user", "assitant")]}] * 2,
+        "with the role 'assitant'. Did you mean `assistant`?",
+    ),
+    "conversations of roles": (
+        "sft",
+        [{"conversations": user("w1")}],
+        "`conversations` of the train data have no `from` and `value`.* Rename the column",
+    ),
+}
+# Task, what it is given, and what is said of it
+REFUSED = {
+    **{name: (task, {"train_dataset": Dataset.from_list(rows)}, said) for name, (task, rows, said) in ROWS.items()},
+    "a list": ("dpo", {"train_dataset": [GOOD]}, "must be a `Dataset` or `IterableDataset`, got `list`"),
+    "no rows": ("dpo", {"train_dataset": Dataset.from_list([])}, "The train data has no rows"),
+    "no evaluation rows": ("sft", {"eval_dataset": {"some": Dataset.from_list([])}}, "The some data has no rows"),
+    "eval data of another kind": (
+        "dpo",
+        {"eval_dataset": Dataset.from_list([{"text": "w1"}])},
+        r"The eval data has no columns that DPO reads, only \['text'\]",
+    ),
+    "rows that are all cut": ("dpo", {"max_length": 3}, "dropped 8 of 8 .* which `max_length=3`.* Raise `max_length`"),
+    "prompt tuning": ("dpo", {"peft_config": PROMPT_TUNING}, "PromptTuningConfig puts virtual tokens before every row"),
+    "a model with virtual tokens": (
+        "dpo",
+        {"model": get_peft_model(make_model(), PREFIX_TUNING)},
+        "PrefixTuningConfig puts virtual tokens before every row",
+    ),
+    "aLoRA": (
+        "dpo",
+        {"peft_config": LoraConfig(alora_invocation_tokens=[5], task_type="CAUSAL_LM")},
+        r"`alora_invocation_tokens=\[5\]` \(aLoRA\) looks for these tokens in each row",
+    ),
+    # Which the fused head would ignore
+    "LoRA on the head": ("dpo", {"peft_config": LoraConfig(target_modules=["lm_head"])}, "lm_head"),
+    "a subclass of TRL's collator": (
+        "dpo",
+        {"data_collator": ChangedTrlCollator(pad_token_id=0)},
+        r"`trl_paddingfree.PreferenceCollator` or a subclass of it \(DataCollatorForPreference, its base, is TRL's",
+    ),
+    "another trainer's collator": (
+        "dpo",
+        {"data_collator": LanguageModelingCollator(pad_token_id=0)},
+        "`data_collator` is a LanguageModelingCollator",
+    ),
+    "a tokenizer's name": ("dpo", {"processing_class": "gpt2"}, "must be either a `PreTrainedTokenizer"),
+    "neither pad nor eos token": (
+        "dpo",
+        {"processing_class": without("pad_token", "eos_token")},
+        "neither a `pad_token` nor an `eos_token`.* Set `tokenizer.pad_token`",
+    ),
+    "plain text without eos token": (
+        "dpo",
+        {"processing_class": without("eos_token"), "train_dataset": Dataset.from_list([GOOD])},
+        "no `eos_token` to end a completion.* Set `tokenizer.eos_token`",
+    ),
+    **{
+        name: ("dpo", {"accelerator_config": {name: True}}, f"`accelerator_config={{'{name}': True}}` cuts batches")
+        for name in ("dispatch_batches", "split_batches")
+    },
+    **{
+        name: ("dpo", {"parallelism_config": ParallelismConfig(**{name: 2})}, f"`{name}=2`: .* Set `{name}=1`")
+        for name in ("cp_size", "sp_size")
+        if name in ParallelismConfig.__dataclass_fields__  # `sp_size` since accelerate 1.12
+    },
+    "another task's configuration": (
+        "dpo",
+        {"config_class": SFTConfig},
+        "`args` is a SFTConfig, and PaddingFreeDPOTrainer takes a PaddingFreeDPOConfig, or TRL's DPOConfig",
+    ),
+    "a configuration that is a dict": (
+        "dpo",
+        {"trainer_class": lambda args, **given: PaddingFreeDPOTrainer(args=vars(args), **given)},
+        "`args` is a dict",
+    ),
+    "rows of one token": ("dpo", {"config_class": DPOConfig, "max_length": 1}, "`max_length=1` must be at least 2"),
+    "a misspelt option of checkpoints": (
+        "dpo",
+        {"config_class": DPOConfig, "gradient_checkpointing_kwargs": {"use_reentant": False}},
+        "has `use_reentant`, which checkpoints do not know. Did you mean `use_reentrant`?",
+    ),
+    "a reward of padding": (  # which the padded model would read
+        "reward",
+        {"model": reward_model(), "data_collator": RewardCollator(5)},
+        "`data_collator` pads with token 5",
+    ),
+    "an adapter of another task": (
+        "reward",
+        {"peft_config": LoraConfig(task_type="CAUSAL_LM")},
+        "set `task_type='SEQ_CLS'`",
+    ),
+    "no loss": ("dpo", {"loss_type": ["sigmod"]}, "`loss_type='sigmod'` is no loss that TRL's DPO"),
+    "a file": ("dpo", {"output_dir": __file__}, "`output_dir='.*py'` is a file, and checkpoints go to a folder"),
+}
+if hasattr(peft, "VeloraConfig"):  # not in the oldest version that will do
+    REFUSED["VeLoRA"] = (
+        "sft",
+        {"peft_config": LoraConfig(velora_config=peft.VeloraConfig(), task_type="CAUSAL_LM")},
+        "`velora_config` with `init_type='batch_average'` makes gradients of an average over all tokens",
+    )
+
+
+@pytest.fixture
+def untouched(monkeypatch):
+    """A model that must not compute anything."""
+    model = make_model()
+    model.config.num_labels = 1  # what TRL's reward trainer looks at first
+
+    def forward(*args, **kwargs):
+        raise AssertionError("computed")
+
+    monkeypatch.setattr(model.get_input_embeddings(), "forward", forward)
+    return model
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_input_is_refused_in_one_line_before_anything_is_computed(name, untouched):
+    """Also the first row of a stream."""
+    task, given, message = REFUSED[name]
+    tried = [given]
+    if name in ROWS and len(given["train_dataset"]) == 1:
+        tried.append({"train_dataset": given["train_dataset"].to_iterable_dataset()})
+    for each in tried:
+        with pytest.raises((ValueError, TypeError), match=message) as error:
+            build(task, **{"model": untouched, "peft_config": None, **each})
+        assert "\n" not in str(error.value)
+
+
+def test_parallelism_that_accelerate_was_launched_with_is_refused(untouched, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+    with pytest.raises(ValueError, match="`parallelism_config` with `cp_size=2`"):
+        build(model=untouched)
+
+
+@pytest.mark.parametrize("task", ["dpo", "grpo"])
+def test_trl_speaks_of_streaming_data_that_is_dispatched(task, caplog):
+    """It warns where it can turn that off, and refuses where it cannot."""
+    stream, said = DATA[task](8, SEED).to_iterable_dataset(), []
+    for layout in ("padded", "ours"):
+        caplog.clear()
+        options = {"train_dataset": stream, "accelerator_config": {"dispatch_batches": True}}
+        with nullcontext() if task == "dpo" else pytest.raises(ValueError, match="dispatch_batches") as error:
+            trainer = make_trainer(task, layout, **options)
+            assert trainer.args.accelerator_config.dispatch_batches is False
+        warned = [message for message in caplog.messages if "`dispatch_batches`" in message]
+        said.append(warned if error is None else str(error.value))
+    assert said[0]
+    assert said[0] == said[1]
+
+
+STREAM = preference_data(8, SEED).to_iterable_dataset()
+# What couples the examples of a micro-batch, or gives rows of unknown length
+MOVED = [
+    ("dpo", {"loss_type": ["aot"]}, "`loss_type='aot'`"),
+    ("dpo", {"loss_type": ["sigmoid", "sft"]}, "`loss_type='sft'`"),
+    ("dpo", {"train_dataset": STREAM}, "needs a data set of known length"),
+    ("dpo", {"train_sampling_strategy": "batch_rebalance"}, "both decide which examples share a micro-batch"),
+    ("kto", {}, "`loss_type='kto'`"),
+    ("reward", {"neftune_noise_alpha": 5.0}, "whose noise shrinks with the longest row"),
+    ("sft", {"compute_loss_func": max}, "and with `compute_loss_func` the loss of an example"),
+    ("sft", {"packing": True, "neftune_noise_alpha": 5.0}, "with `neftune_noise_alpha=5.0` and packing the loss of an"),
+    ("grpo", {"arrange_micro_batches": "prefix", "loss_type": "bnpo"}, "`loss_type='bnpo'`"),
+    ("grpo", {"arrange_micro_batches": "prefix", "top_entropy_quantile": 0.2}, "`top_entropy_quantile=0.2`"),
+    ("grpo", {"arrange_micro_batches": "prefix", "entropy_coef": 0.1}, "`entropy_coef=0.1`"),
+    ("rloo", {}, "needs rows of known length, and RLOOTrainer generates them"),
+]
+
+
+@pytest.mark.trl_1
+@pytest.mark.parametrize(("task", "options", "message"), MOVED)
+def test_examples_are_not_moved_where_that_would_change_the_loss(task, options, message):
+    with pytest.raises(ValueError, match=message):
+        build(task, **{"arrange_micro_batches": "tokens", **options})
+
+
+MASK = {"flat_attention": "mask"}  # with which nothing runs in slices
+TWO = {"sequence_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "message"),
+    [
+        ("dpo", {"max_tokens_per_micro_batch": 9, **MASK}, "slices: its attention is computed by mask"),
+        ("dpo", {"memory_budget": 0.0001, **MASK}, "recomputed, as its attention is"),
+        ("grpo", {"max_tokens_per_micro_batch": 5, **MASK}, "=5` is less than a prompt of"),
+        (
+            "distillation",
+            {"memory_budget": 0.0001},
+            r"a micro-batch of 4 rows, each a prompt of \d+ tokens with .* need",
+        ),
+        ("distillation", {"teacher_model": None}, "`teacher_model` is missing"),
+        ("sft", {"max_tokens_per_micro_batch": 200, "ddp_static_graph": True}, "expects one backward pass per micro-"),
+        ("reward", TWO, "`sequence_parallel_size=2`: DPO and SFT .* for RewardTrainer's batches"),
+        (
+            "dpo",
+            {**TWO, "train_dataset": preference_data(4, SEED).add_column("image", [None] * 4)},
+            "images are not computed in slices",
+        ),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_before_training(task, options, message):
+    with pytest.raises(ValueError, match=message):
+        build(task, **options)
+
+
+def test_a_bad_row_in_a_stream_is_refused_when_it_is_read():
+    rows = preference_data(6, SEED, conversational=False).to_list() + [{**GOOD, "chosen": None}]
+    trainer = build(train_dataset=Dataset.from_list(rows).to_iterable_dataset())
+    with pytest.raises(ValueError, match="Row 6 of the train data: `chosen` is None"):
+        trainer.train()
+
+
+# --- what is not ------------------------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_set_called_train_hides_no_training_data():
+    rows = Dataset.from_list([GOOD, {**GOOD, "chosen": None}])
+    with pytest.raises(ValueError, match="Row 1 of the train data"):
+        build(train_dataset=rows, eval_dataset={"train": rows.select([0])})
+
+
+SHARED = [{"from": "human", "value": "w1"}]
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "options"),
+    [
+        ("sft", {"input_ids": [5, 6], "messages": SHARED}, {}),
+        ("sft", {"text": "w1", "messages": SHARED, "people": [{"role": "users"}]}, {}),
+        ("sft", {"messages": SHARED}, {"formatting_func": str}),
+        ("sft", {"words": "w1"}, {"dataset_text_field": "words"}),
+        ("sft", {"messages": [{"role": role, "content": "w1"} for role in ("User", "critic", "user2", "ipython")]}, {}),
+        ("reward", {"chosen_ids": [5], "rejected_ids": [6], "chosen": SHARED, "rejected": SHARED}, {}),
+    ],
+)
+def test_what_trl_reads_or_does_not_read_is_not_refused(task, row, options):
+    build(task, train_dataset=Dataset.from_list([row] * 2), **options)
+
+
+def test_a_message_that_calls_a_tool_needs_no_content():
+    call = {"type": "function", "function": {"name": "w3", "arguments": "w4"}}
+    chosen = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{{ message['content'] }} <|im_end|>{% endgeneration %}",
+        "{{ message['content'] or message['tool_calls'][0]['function']['name'] }} <|im_end|>{% endgeneration %}",
+    )
+    trainer = build(train_dataset=Dataset.from_list([{**GOOD_CHAT, "chosen": chosen}]), processing_class=tokenizer)
+    assert trainer.train_dataset[0]["chosen_ids"] == tokenizer("w3 <|im_end|>")["input_ids"]
+
+
+@pytest.mark.parametrize("token", ["pad_token", "eos_token"])
+def test_a_tokenizer_that_trl_can_do_with_trains_the_same(token):
+    # Without a pad token TRL pads with eos, which is also a token to learn; conversations end as their template says
+    make = lambda: {**arguments("dpo"), "processing_class": without(token)}  # noqa: E731
+    compare("dpo", make, preference_data(8, SEED), steps=2)
+
+
+def test_a_collator_of_the_users_own_that_calls_ours_is_used_and_left_as_it_is():
+    collator = ChangedCollator(pad_token_id=0, max_length=30)
+    batch = next(iter(build(data_collator=collator).get_train_dataloader()))
+    assert batch["flat_batch"].row_mask.size(0) == 4
+    assert not collator.padding_free
+
+
+def test_every_loss_that_trl_names_is_one():
+    for trainer in TRAINERS.values():
+        text = {field.name: str(field.metadata.get("help")) for field in fields(trainer.trl_config)}.get(
+            "loss_type", ""
+        )
+        source = inspect.getsource(sys.modules[trainer.trl_trainer.__module__])
+        named = [*re.findall(r"'(\w+)'", text)]
+        assert [name for name in named if f'"{name}"' not in source and name != "chunked_nll"] == []
+
+
+# --- what is said -----------------------------------------------------------------------------------------------------
+
+ODD_ROWS = [
+    {"prompt": "", "chosen": "w1 w2", "rejected": "w3"},
+    {"prompt": "w4 w5 w6", "chosen": "", "rejected": " w7"},
+    {"prompt": "w4 w5", "chosen": " w8", "rejected": ""},
+    {"prompt": "w9", "chosen": " w10 w11", "rejected": " w10 w11"},
+    {"prompt": "", "chosen": "", "rejected": ""},
+]
+
+
+EXTRA = {
+    "dpo": ({"question": "q", "chosen": "q a", "rejected": "q b"}, ": `question`. Without a `prompt`, it is the"),
+    "kto": ({"prompt": "q", "completion": " a", "label": True, "score": 1.0}, ": `score`."),
+    "reward": ({"prompt": "q", "chosen": " a", "rejected": " b", "margin": 1.0, "id": 3}, ": `id`."),
+    "sft": ({"text": "q a", "answer": "a"}, ": `answer`."),
+    "distillation": ({"prompt": "q", "solution": "a"}, ": `solution`."),
+    "grpo": ({"prompt": "q", "solution": "a"}, None),  # rewards read all
+}
+
+
+@pytest.mark.parametrize("task", EXTRA)
+def test_columns_that_nobody_reads_are_named_in_one_line(task, caplog):
+    row, listed = EXTRA[task]
+    build(task, train_dataset=Dataset.from_list([row] * 8))
+    said = [message for message in caplog.messages if "does not read" in message]
+    assert len(said) == (listed is not None)
+    for line in said:
+        assert line.startswith(f"The train data has columns that {task.upper()} does not read{listed}")
+
+
+class OwnRows(LanguageModelingCollator):
+    """It might read any column."""
+
+
+def test_columns_are_not_called_unread_where_a_function_or_a_collator_may_read_them(caplog):
+    data = Dataset.from_list([{"question": "q", "answer": "a"}] * 8)
+    build("sft", train_dataset=data, formatting_func=lambda row: row["question"])
+    data = conversations(8, SEED).add_column("id", [*range(8)])
+    build("sft", train_dataset=data, data_collator=OwnRows(pad_token_id=0))
+    assert "does not read" not in caplog.text
+
+
+def test_the_precision_of_the_launcher_is_named_where_the_configuration_has_another(monkeypatch, caplog):
+    build("sft")
+    assert "mixed_precision" not in caplog.text
+    AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as `accelerate launch` hands it on
+    try:
+        assert build("sft").accelerator.mixed_precision == "bf16"
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    (said,) = (message for message in caplog.messages if "mixed_precision='bf16'" in message)
+    assert "in spite of `bf16=False, fp16=False`" in said
+
+
+def compared(rows, **options):
+    """A run of padded TRL, as ours of the same pairs logs what is odd about them."""
+    return compare("dpo", lambda: arguments("dpo"), Dataset.from_list(rows), **options).padded.trainer
+
+
+def test_odd_pairs_are_counted_and_train_as_in_trl(caplog):
+    # Evaluated one by one, so that each is also a batch of its own
+    options = {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 1}
+    rows = ODD_ROWS + preference_data(7, SEED, conversational=False).to_list()
+    assert len(compared(rows, eval_dataset=Dataset.from_list(ODD_ROWS), **options).train_dataset) == len(rows)
+    # `preference_data` has one identical pair of its own
+    counted = "2 with an empty prompt, 3 with an empty completion, 3 with identical chosen and rejected, of 12 pairs"
+    assert f"The train data: {counted}" in caplog.text
+    assert [m for m in caplog.messages if "The eval data: 2 with an empty prompt" in m and "of 5 pairs" in m]
+
+
+def test_odd_conversations_are_counted_and_train_as_in_trl(caplog):
+    odd = [
+        {"prompt": user(""), "chosen": assistant("w1 w2"), "rejected": assistant("w3")},
+        {"prompt": user("w4"), "chosen": assistant(""), "rejected": assistant("")},
+    ]
+    compared(odd + preference_data(6, SEED).to_list(), steps=2)
+    counted = "1 with an empty prompt, 1 with an empty completion, 2 with identical chosen and rejected, of 8 pairs"
+    assert counted in caplog.text
+
+
+def test_implicit_prompts_train_as_in_trl_and_only_completions_count_as_empty(caplog):
+    rows = [
+        {"chosen": row["prompt"] + row["chosen"], "rejected": row["prompt"] + row["rejected"]}
+        for row in preference_data(7, SEED)
+    ]
+    rows.append({"chosen": user("w1") + assistant(""), "rejected": user("w1") + assistant("w2")})
+    compared(rows, steps=2)
+    counted = "The train data: 1 with an empty completion, 1 with identical chosen and rejected, of 8 pairs"
+    assert counted in caplog.text
+
+
+def test_pairs_without_a_completion_left_are_dropped_as_in_trl_and_counted(caplog):
+    total = {"train": 20, "eval": 9}
+    rows = {name: preference_data(number, SEED + number) for name, number in total.items()}
+    trainer = compared(rows["train"].to_list(), eval_dataset=rows["eval"], max_length=16)
+    for name, number in total.items():
+        kept = len(getattr(trainer, f"{name}_dataset"))
+        assert 0 < kept < number
+        assert f"The {name} data: dropped {number - kept} of {number} examples, which `max_length=16`" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "warned"),
+    [
+        ("sft", {}, True),
+        ("sft", {"packing": True, "max_length": 32}, False),  # a packed row is many documents
+        ("sft", {"per_device_train_batch_size": 2}, False),
+        ("dpo", {}, False),  # a pair is two rows
+    ],
+)
+def test_batches_of_one_row_are_warned_about(caplog, task, options, warned):
+    build(task, **{"per_device_train_batch_size": 1, **options})
+    assert ("next to nothing to gain" in caplog.text) == warned
+
+
+def test_trl_does_not_warn_of_what_is_not_so(caplog, recwarn):
+    trainer = build(config_class=DPOConfig, padding_free=True, steps=1)
+    trainer.train()
+    messages = [*caplog.messages, *(str(warning.message) for warning in recwarn)]
+    assert not [m for m in messages if "temporarily unavailable" in m or "padding_free=False" in m]
+    assert [m for m in caplog.messages if m.startswith("Padding-free, ")]
+    ours = [record for record in caplog.records if record.name.startswith("trl_paddingfree")]
+    assert [r for r in caplog.records if r not in ours and r.name.startswith("trl")] == []
+    assert trainer.args.padding_free
+
+
+def test_without_padding_free_nothing_is_refused_or_counted(caplog):
+    trainer = build(train_dataset=Dataset.from_list(ODD_ROWS), peft_config=PROMPT_TUNING, padding_free=False)
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("trl_paddingfree")] == []
+    assert torch.is_tensor(next(iter(trainer.get_train_dataloader()))["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "disable", "warned"),
+    [
+        ("opt", {"dropout": 0.1}, True, "`dropout=0.1`"),
+        ("llama", {"attention_dropout": 0.2}, True, "Set `attention_dropout` to 0"),
+        pytest.param(
+            *("gptj", {"attn_pdrop": 0.2}, True, "Set `attn_pdrop` to 0"),
+            marks=pytest.mark.skipif(is_older("5.24"), reason="GPT-J's is a module, which TRL turns off"),
+        ),
+        ("opt", {"dropout": 0.1}, False, None),
+        ("gpt2", {"resid_pdrop": 0.1}, True, None),  # a module, which TRL turns off
+    ],
+)
+def test_dropout_that_cannot_be_disabled_is_said(model_type, config, disable, warned, caplog):
+    model = tiny_model(model_type, **config).train()
+    build(model=model, disable_dropout=disable)
+    assert ("draws dropout by a function" in caplog.text) == (warned is not None)
+    assert warned is None or warned in caplog.text
+    if disable:
+        ids = torch.arange(5, 25)[None]
+        draws_masks = not torch.equal(model.train()(ids).logits, model(ids).logits)
+        assert draws_masks == (warned is not None)
+
+
+@pytest.mark.parametrize("task", ["dpo", "grpo"])
+def test_adapters_that_were_added_since_are_refused(task):
+    trainer = build(task, **arguments(task, False))
+    trainer.model = peft.get_peft_model(trainer.model, peft.LilyConfig(target_modules=["q_proj"], stride_A=1, num_B=2))
+    with pytest.raises(ValueError, match="LilyConfig weighs its adapters by an average over all tokens"):
+        trainer.train()
+
+
+def test_a_model_that_was_replaced_is_named():
+    trainer = build("dpo", **arguments("dpo", False))
+    trainer.model = trainer.model_wrapped = copy.deepcopy(trainer.model)
+    with pytest.raises(RuntimeError, match="`trainer.model` was replaced: make the trainer again"):
+        trainer.train()

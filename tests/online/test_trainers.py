@@ -1,0 +1,226 @@
+"""GRPO and RLOO, padded TRL beside ours: the passes of policy, old policy and reference over generated rows."""
+
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from datasets import Dataset
+from trl import GRPOTrainer
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+from trl.trainer.utils import add_fused_lm_head
+
+from tests.helpers.architectures import is_older
+from tests.helpers.flat_and_padded import assert_padding_on_the_left_changes_nothing
+from tests.helpers.tiny import FOLLOWING, ROUTED, SEED, WORDS, arguments, following_rotary, make_model, prompts, score
+from tests.runs import PER_MICRO_BATCH, assert_same, compare, make_trainer, run
+from trl_paddingfree import PaddingFreeGRPOTrainer
+from trl_paddingfree.core.model import flat_model
+from trl_paddingfree.core.model.attention import StandIn
+from trl_paddingfree.core.trainers.runtime import Runtime
+from trl_paddingfree.online.base import OnlineTrainer
+
+# What TRL averages over micro-batches
+MOVED = (*PER_MICRO_BATCH, "clip_ratio", "sampling/")
+
+
+@pytest.fixture(scope="module")
+def data():
+    return prompts(16, SEED)
+
+
+plain, with_lora = (partial(arguments, "grpo", adapters) for adapters in (False, True))
+
+
+def test_a_model_is_proven_beside_rows_where_it_has_trained_before(data, monkeypatch):
+    model = run("grpo", "shared", **plain(), train_dataset=data).trainer.model
+    flattened = mock.Mock(wraps=OnlineTrainer.flatten)
+    monkeypatch.setattr(OnlineTrainer, "flatten", lambda *args: flattened(*args))
+    make_trainer("grpo", "shared", **{**plain(), "model": model}, train_dataset=data)
+    assert not flattened.called
+
+
+def test_a_trainer_of_trl_whose_constructor_passes_arguments_on(data):
+    class Own(PaddingFreeGRPOTrainer, GMPOTrainer):
+        trl_trainer = GMPOTrainer
+
+    def trained(trainer_class, layout):
+        given = {"trainer_class": trainer_class, "config_class": GMPOConfig, "train_dataset": data}
+        return run("grpo", layout, **given, **plain())
+
+    assert_same(trained(GMPOTrainer, "padded"), trained(Own, "ours"))
+
+
+def of_longer_rows(policy, model, inputs, ids, mask):
+    """Another pass, of rows that are longer, before the backward pass of the first."""
+    with torch.no_grad():
+        ids, mask = torch.cat([ids, ids[:, -12:]], 1), torch.cat([mask, 0 * mask[:, -12:]], 1)
+        policy._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].size(1) + 12)
+    return 0
+
+
+def without_mask(policy, model, inputs, ids, mask):
+    return model(input_ids=ids[:, -4:], labels=ids[:, -4:], fused_lm_head=True).log_probs.mean()
+
+
+def of_shifted_labels(policy, model, inputs, ids, mask):
+    labels = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)
+    return model(input_ids=ids, attention_mask=mask, shift_labels=labels, fused_lm_head=True).log_probs.mean()
+
+
+@pytest.mark.parametrize("more", [of_longer_rows, without_mask, of_shifted_labels])
+def test_a_loss_may_call_the_model_once_more(more):
+    rows = Dataset.from_list([{"prompt": " ".join(WORDS[i : i + 30])} for i in range(16)])
+
+    def with_more(base):
+        class Own(base):
+            def _compute_loss(self, model, inputs):
+                loss = super()._compute_loss(model, inputs)
+                ids, mask = (
+                    torch.cat([inputs[f"{x}_{y}"] for x in ("prompt", "completion")], 1) for y in ("ids", "mask")
+                )
+                return loss + more(self, model, inputs, ids, mask)
+
+        return Own
+
+    def trained(layout, trainer_class, **options):
+        given = {**with_lora(), "model": make_model(**following_rotary(24, "dynamic"))}
+        return run("grpo", layout, trainer_class=with_more(trainer_class), train_dataset=rows, **given, **options)
+
+    padded = trained("padded", GRPOTrainer)
+    for options in ({}, {"max_tokens_per_micro_batch": 9}):
+        assert_same(padded, trained("shared", PaddingFreeGRPOTrainer, **options))
+
+
+@pytest.mark.parametrize("task", ["grpo", "distillation"])
+def test_a_forward_that_another_trainer_has_replaced_is_named(data, task):
+    trainer = make_trainer(task, "shared", **arguments(task, False), train_dataset=data)
+    add_fused_lm_head(trainer.model)  # as TRL's trainers do when they are made
+    with pytest.raises(RuntimeError, match="The forward of LlamaForCausalLM was replaced since this Pad"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("task", ["grpo", "rloo", "distillation"])
+def test_rows_of_a_prompt_are_brought_together_without_changing_the_loss(data, task):
+    options = {"gradient_accumulation_steps": 4, "train_dataset": data}
+    if task == "distillation":  # which generates one completion of each
+        options["train_dataset"] = data.select([i for i in range(8) for _ in range(2)])
+    else:
+        options |= {"steps_per_generation": 8, "num_iterations": 2}
+    scattered = run(task, "shared", **options)
+    together = run(task, "shared", arrange_micro_batches="prefix", **options)
+    assert_same(scattered, together, ignored=MOVED)
+    counts, fewer = scattered.trainer.total_counts(), together.trainer.total_counts()
+    assert (fewer.real, fewer.padded) == (counts.real, counts.padded)
+    assert fewer.computed < counts.computed < counts.real
+
+
+def test_rows_are_not_brought_together_beside_a_loss_or_hooks_of_ones_own(data):
+    class Mine(PaddingFreeGRPOTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs) ** 2
+
+    options = {**plain(), "train_dataset": data, "arrange_micro_batches": "prefix"}
+    with pytest.raises(ValueError, match="with `Mine.compute_loss` the loss of an example"):
+        make_trainer("grpo", "shared", trainer_class=Mine, **options)
+    trainer = make_trainer("grpo", "shared", **options)
+    trainer.model.lm_head.weight.register_hook(torch.sign)
+    with pytest.raises(ValueError, match="with hooks on gradients the loss of an example"):
+        trainer.train()
+
+
+@pytest.mark.skipif(is_older("5.20"), reason="a mixture with a router loss cannot generate: padded neither")
+def test_a_router_loss_follows_padded_trl_and_is_not_arranged(data):
+    def make():
+        return {**plain(), "model": make_model("mixtral", **ROUTED)}
+
+    compared = compare("grpo", make, data, "flat", steps=2)
+    assert any("aux_loss" in entry for entry in compared.ours.log_history)
+    with pytest.raises(ValueError, match="with `router_aux_loss_coef=0.3` the loss"):
+        run("grpo", "shared", **make(), train_dataset=data, arrange_micro_batches="prefix")
+
+
+def test_generation_is_trls_and_every_pass_is_flat(data, monkeypatch):
+    flat, generating, seen = [], [], set()
+    flat_forward = flat_model.flat_forward
+    monkeypatch.setattr(
+        flat_model,
+        "flat_forward",
+        lambda *args, **kwargs: flat.append(bool(generating)) or flat_forward(*args, **kwargs),
+    )
+
+    def make():
+        arguments = with_lora()
+        model, generate = arguments["model"], arguments["model"].generate
+
+        def watched(*args, **kwargs):
+            generating.append(True)
+            seen.add(model.config._attn_implementation)
+            try:
+                return generate(*args, **kwargs)
+            finally:
+                generating.pop()
+
+        model.generate = watched
+        return arguments
+
+    trained = run("grpo", "shared", **make(), train_dataset=data, beta=0.1, num_iterations=2, steps=2)
+    assert {(type(name), name) for name in seen} == {(str, "sdpa")}
+    assert isinstance(trained.trainer.model.config._attn_implementation, StandIn)
+    # The check tries the rows six times; then one old pass and one of the reference, and two of the policy
+    assert flat == [False] * (6 + 2 + 2)
+
+
+def test_positions_are_counted_from_the_prompt_where_padded_trl_counts_padding(data):
+    """TRL gives no `position_ids`: with learned positions its rows differ by the padding on their left."""
+    model = make_model("gpt2")
+    trainer = run("grpo", "shared", **{**plain(), "model": model}, train_dataset=data, steps=1).trainer
+    assert_padding_on_the_left_changes_nothing(trainer)
+
+
+@pytest.mark.drawn(1)
+@FOLLOWING
+@pytest.mark.parametrize("task", ["grpo", "rloo"])
+def test_frequencies_follow_the_width_to_which_trl_pads(task, kind, monkeypatch):
+    """A row of a short prompt is alone in its micro-batch, and padded to the width of a long one."""
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": " ".join(WORDS[:n])}]} for n in (1, 25)])
+
+    def make():
+        return {**with_lora(), "model": make_model(**following_rotary(24, kind))}
+
+    one, two = ({"per_device_train_batch_size": n, "gradient_accumulation_steps": 8 // n} for n in (1, 2))
+    compare(task, make, rows, **one)
+    compare(task, make, rows, "shared", **two, pad_to_multiple_of=16)
+    padded = run(task, "padded", **make(), train_dataset=rows, **two)
+    arranged = run(task, "shared", **make(), train_dataset=rows, **two, arrange_micro_batches="prefix")
+    assert_same(padded, arranged, ignored=MOVED)
+    monkeypatch.setattr(Runtime, "reach_of", lambda *_: None)
+    with pytest.raises(AssertionError, match="off from padded TRL"):
+        compare(task, make, rows, "flat", **one)
+
+
+def test_rows_that_are_no_rows_are_refused(data):
+    trainer = make_trainer("grpo", "shared", **plain(), train_dataset=data)
+    ids = torch.tensor([[1, 2, 3, 4]])
+    for mask, message in (([1, 0, 1, 1], "of `attention_mask` has padding between"), ([0, 0, 1, 1], "and no prompt")):
+        with pytest.raises(ValueError, match=message):
+            trainer._get_per_token_logps_and_entropies(trainer.model, ids, torch.tensor([mask]), 2)
+
+
+def test_models_that_are_placed_late_are_proven_before_their_first_pass(data, model_dir, monkeypatch):
+    """The first step proves policy and reference: what one carries must not reach the check of the other."""
+    from trl_paddingfree.core.trainers import proving
+
+    def make():
+        return {"model": model_dir, "reward_funcs": score}
+
+    checks, prove = [], proving.prove
+    monkeypatch.setattr(proving.StartUpCheck, "can_call", lambda self, model: False)
+    monkeypatch.setattr(
+        proving, "prove", lambda model, *args, **kw: checks.append(prove(model, *args, **kw)) or checks[-1]
+    )
+    compared = compare("grpo", make, data, "shared", beta=0.1)
+    assert not compared.ours.trainer.flat.check.unproven
+    assert len(checks) == 2
+    # A model compared with itself would not differ at all
+    assert all(result.error > 0 for result, _ in checks)

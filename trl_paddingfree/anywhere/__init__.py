@@ -1,0 +1,1 @@
+"""`padding_free(model)`: flat calls in any trainer."""

@@ -1,0 +1,248 @@
+"""Padded calls of a model, computed flat: rows in, a flat batch through its backbone, rows out.
+
+The backbone's forward is replaced. Heads still see padded tensors, with zeros in the padding. If a call only asks for
+logits, and the model answers with nothing else, the head computes flat tokens, too. Calls with anything but plain rows
+are computed as before, and the first of each kind logs a warning.
+"""
+
+import functools
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from transformers.modeling_outputs import ModelOutput
+from transformers.utils import logging
+
+from ..core import upstream
+from ..core.flat.batch import FlatBatch, Inputs
+from ..core.model.adapters import why_padded
+from ..core.model.architecture import CACHES, TYPE_ROWS, by_name, decoder_of, takes_images, wants
+from ..core.model.attention import StandIn
+from ..core.model.flat_model import FlatModel
+from ..core.model.forward import flat_backbone, flat_inputs, layout_arguments
+from ..core.model.masks import ATTENTION_BACKENDS
+from ..core.model.restored import attributes_set, mark_of
+from .rows import OF_HEADS, ROWS, PaddedRows, Places
+
+logger = logging.get_logger(__name__)
+
+# Where a backbone keeps its [`PaddedCalls`] and its original forward
+ATTRIBUTE = "padded_calls"
+# Outputs that are of the layout: they have no rows
+_STATES = {"state", *CACHES}
+
+
+class _Lock(threading.Condition):
+    """A reentrant lock. Copies of its owner get a new one."""
+
+    def __reduce__(self) -> tuple[type["_Lock"], tuple[()]]:
+        return _Lock, ()
+
+
+class PaddedCalls(PaddedRows):
+    """Computes the padded calls of one model flat, by the route of its [`FlatModel`]. Copied with the model."""
+
+    def __init__(self, flat_model: FlatModel):
+        super().__init__(flat_model)
+        self.is_off = False  # during calls that are computed as before, and within flat ones
+        self.says, self.said = True, set[str]()  # whether to warn of calls computed as before; reasons so far
+        # Whether the model answers with nothing else, as far as it was seen
+        self.has_logits_alone = not flat_model.is_pooled
+        self.of_head: tuple[Inputs, FlatBatch] | None = None  # the head's current call, for the backbone beneath it
+        self.lock = _Lock()  # one call at a time: hooks pass the batch to the model
+
+    @classmethod
+    def install(cls, flat_model: FlatModel) -> "PaddedCalls":
+        """Have the model of `flat_model` compute padded calls flat."""
+        calls, model = flat_model.padded or cls(flat_model), flat_model.model
+        # The forward of some models (OPT) bypasses the backbone and calls the decoder inside
+        for backbone in {model.base_model, model.base_model if takes_images(model) else decoder_of(model)}:
+            if not mark_of(backbone, ATTRIBUTE):
+                calls._bind(backbone)
+            elif (other := vars(backbone)[ATTRIBUTE][0]) is not calls:
+                raise ValueError(
+                    f"{type(model).__name__} shares its {type(backbone).__name__} with a {type(other.model).__name__} "
+                    "that `padding_free` was called with, and whose calls it computes. Give each model a backbone of "
+                    "its own, or call `padding_free` with one of them, and `FlatModel.of(other).padded.remove()` for "
+                    "the other."
+                )
+        flat_model.padded = calls
+        return calls
+
+    @property
+    def is_called(self) -> bool:
+        """Whether the backbone's forward is ours, or wraps ours. A model that was saved whole has lost it."""
+        return bool(mark_of(self.model.base_model, ATTRIBUTE))
+
+    def _bind(self, backbone: torch.nn.Module) -> None:
+        @functools.wraps(type(backbone).forward)
+        @torch.compiler.disable(recursive=False)
+        def forward(self: torch.nn.Module, *args: object, **kwargs: object) -> object:
+            calls, before = vars(self)[ATTRIBUTE]
+            with calls.lock:
+                return calls.of_backbone(before, args, kwargs)
+
+        vars(forward)[ATTRIBUTE] = True
+        vars(backbone)[ATTRIBUTE] = self, backbone.forward
+        backbone.forward = types.MethodType(forward, backbone)
+
+    def remove(self) -> None:
+        """Restore the original forwards: padded calls are computed as before."""
+        for module in self.model.modules():
+            if vars(module).get(ATTRIBUTE, (None,))[0] is self:
+                module.forward = vars(module).pop(ATTRIBUTE)[1]
+        self.flat_model.padded = None
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Within this context, padded calls are computed as before."""
+        return attributes_set([(self, "is_off", True)])
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    @torch.compiler.disable(recursive=False)
+    def of_model(self, forward: Callable, args: tuple, kwargs: Inputs) -> object:
+        """Answer a call of the whole model, whose own forward is `forward`."""
+        inputs = by_name(forward, args, kwargs)
+        with self.lock:
+            batch, places = self._flattened(inputs)
+            if batch is None or (outputs := self._flat_logits(forward, inputs, batch)) is None:
+                with self.aside() if batch is None else attributes_set([(self, "of_head", (inputs, batch))]):
+                    outputs = forward(*args, **kwargs)
+            return self._watched(outputs, places, is_flat=batch is not None)
+
+    def _flat_logits(self, forward: Callable, inputs: Inputs, batch: FlatBatch) -> ModelOutput | None:
+        """Logits in rows, which the head computes of flat tokens; `None` if more is asked for, or answered."""
+        names = (*OF_HEADS, "fused_lm_head")
+        if not self.has_logits_alone or any(torch.is_tensor(x) or x for x in map(inputs.get, names)):
+            return None
+        if not wants(self.model.config, inputs, "return_dict") or self._wants(inputs, "output_router_logits"):
+            return None
+        own = self.flat_model.begin_pass(batch)
+        with self.aside(), self._computing(batch), flat_backbone(self.flat_model, own, None, calls_decoder=True):
+            outputs = forward(**_without_rows(inputs), **flat_inputs(self.flat_model, own))
+        self.has_logits_alone = isinstance(outputs, ModelOutput) and {*outputs} - _STATES == {"logits"}
+        return type(outputs)(logits=batch.tokens_to_rows(outputs.logits)) if self.has_logits_alone else None
+
+    def of_backbone(self, forward: Callable, args: tuple, kwargs: Inputs) -> object:
+        """Answer a call of the backbone, whose own forward is `forward`."""
+        inputs = by_name(forward, args, kwargs)
+        batch, places = self._handed_on(inputs) if self.of_head else self._flattened(inputs)
+        with self.aside():
+            if batch is None:
+                return self._watched(forward(*args, **kwargs), places, is_flat=False)
+            own = self.flat_model.begin_pass(batch)
+            with self._computing(batch), layout_arguments(self.flat_model, own) as arguments:
+                outputs = forward(**{**_without_rows(inputs), **flat_inputs(self.flat_model, batch), **arguments})
+        if isinstance(outputs, tuple):  # asked for by `return_dict=False`
+            outputs = self._in_rows(batch, "tuple", outputs)
+        else:
+            in_rows = {name: self._in_rows(batch, name, x) for name, x in outputs.items() if name not in _STATES}
+            outputs = type(outputs)(**in_rows)
+        return self._watched(outputs, places, is_flat=True)
+
+    def _handed_on(self, inputs: Inputs) -> tuple[FlatBatch | None, Places | None]:
+        """The flat batch of a backbone's call within that of a head, which may have changed the rows it passes on."""
+        assert self.of_head is not None
+        given, batch = self.of_head
+        if all(inputs.get(name) is given.get(name) for name in ("input_ids", "attention_mask", "position_ids")):
+            return batch, None
+        other, _ = self._flattened(inputs)
+        if other is None or torch.equal(other.row_mask, batch.row_mask):
+            return other, None
+        self._warn("its head hands on other rows, or another `attention_mask`, than it was called with")
+        return None, None
+
+    @contextmanager
+    def _computing(self, batch: FlatBatch) -> Iterator[None]:
+        """Count the batch computed within this context. Errors get a note that it was flat, and what to do."""
+        self.flat_model.counts += batch.counts
+        try:
+            yield
+        except Exception as error:
+            error.add_note(
+                f"`padding_free` computes these {len(batch.row_mask)} rows as one of {batch.input_ids.size(1)} tokens: "
+                "hooks that steer rows, `adapter_names` and whatever else counts rows within the model cannot work on "
+                "it. `with FlatModel.of(model).padded.aside():` computes calls as before, with their padding."
+            )
+            raise
+
+    def _watched(self, outputs: Any, places: Places | None, is_flat: bool) -> object:
+        """Have the backward pass check if the loss reads `outputs` at `places`, where padding predicts first tokens."""
+        if places is not None:
+            # Not by a method of `outputs`, where a field may have its name; heads may answer with logits themselves
+            answers = dict.values(outputs) if isinstance(outputs, dict) else outputs
+            values = (answers,) if torch.is_tensor(answers) else answers
+            # Logits or hidden states: losses come before them, and have no tokens
+            states = next((x for x in values if torch.is_tensor(x) and x.ndim > 2), None)
+            if states is not None and states.requires_grad:
+                states.register_hook(partial(self._see, places, is_flat))
+        return outputs
+
+    def _see(self, places: Places, is_flat: bool, gradient: torch.Tensor) -> None:
+        scores_first, is_read = torch.stack([gradient[places].any(), gradient.any()]).tolist()
+        if scores_first and is_flat:
+            raise ValueError(
+                "The loss scores the first token of a row with padding on its left, which padding predicts, and "
+                "earlier losses, or labels, did not: `padding_free` has computed nothing there. Pad on the right, "
+                "leave first tokens out, or call the model within `FlatModel.of(model).padded.aside()`."
+            )
+        if is_read and not is_flat:  # a gradient of zeros says nothing, and neither does that of labels
+            self.scores_first = scores_first
+
+    def _in_rows(self, batch: FlatBatch, name: str, value: object) -> object:
+        """A backbone's output in rows: `(R, L, ...)`, or `(R * L, ...)` for router outputs, which are `(T, ...)`."""
+        if isinstance(value, tuple):
+            return tuple(self._in_rows(batch, name, entry) for entry in value)
+        if torch.is_tensor(value):
+            if value.shape[:2] == batch.input_ids.shape:
+                return batch.tokens_to_rows(value)
+            if len(value) == batch.input_ids.size(1):
+                return batch.tokens_to_rows(value[None]).flatten(0, 1)
+        raise ValueError(
+            f"{type(self.model).__name__} answers with `{name}`, and which of it belongs to which token is not "
+            "known: leave out what asks for it, or the call of `padding_free`."
+        )
+
+    # --- rows become flat -------------------------------------------------------------------------------------------
+
+    def _flattened(self, inputs: Inputs) -> tuple[FlatBatch | None, Places | None]:
+        """
+        The flat batch of a call's rows, on their device; `None` if the call is to be computed as before. Also the
+        places where padding predicts first tokens, if only the backward pass can tell whether the loss scores these.
+        """
+        if self.is_off:
+            return None, None
+        found: FlatBatch | str = self._why_no_rows(inputs)
+        places = None
+        if not found:
+            # Unsupported adapters, or another attention implementation, set after `padding_free`
+            model, route = self.model, self.flat_model.route
+            if reason := why_padded([model]):
+                raise ValueError(f"{reason}, or leave the call of `padding_free` out.")
+            name = upstream.attn_implementation(model)
+            if name != route.previous or isinstance(name, StandIn) != (route.backend in ATTENTION_BACKENDS):
+                raise ValueError(
+                    f"The attention of {type(model).__name__} was set to {str(name)!r} since `padding_free` has proven "
+                    f"it with {route.previous!r}. Call `padding_free` again."
+                )
+            found, places = self._flat_batch_of(inputs)
+        if isinstance(found, str):
+            self._warn(found)
+            return None, places
+        return found.to(inputs["input_ids"].device, non_blocking=True), places
+
+    def _warn(self, reason: str) -> None:
+        if self.says and reason not in self.said:
+            self.said.add(reason)
+            logger.warning(
+                f"padding_free: {type(self.model).__name__} computes a call as before, with its padding: {reason}."
+            )
+
+
+def _without_rows(inputs: Inputs) -> Inputs:
+    """The arguments of a call, without its rows."""
+    return {name: x for name, x in inputs.items() if name not in (*ROWS, *TYPE_ROWS)}

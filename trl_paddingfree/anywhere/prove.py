@@ -1,0 +1,208 @@
+"""`padding_free(model)`: checks a model, then computes its padded calls flat, in any trainer or loop."""
+
+import inspect
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ..compiled.layers import compile_layers
+from ..core import upstream
+from ..core.check.again import prove_slices
+from ..core.check.comparison import HALF_DIGITS_FACTOR, relative_error, root_mean_square
+from ..core.check.probe import as_tried, check_rows, compute_dtype, rounding_unit, row_inputs
+from ..core.check.prove import UnprovenModelError, prove
+from ..core.flat.batch import IGNORE_INDEX, Inputs
+from ..core.model import architecture
+from ..core.model.adapters import why_padded
+from ..core.model.flat_model import FlatModel
+from ..core.model.forward import is_pooled
+from ..core.model.restored import attributes_set
+from ..core.model.routes import choose_route
+from .calls import PaddedCalls
+
+logger = logging.get_logger(__name__)
+
+_PROVEN_BY = (
+    "`padding_free` proves a model by the `logits` that it names in its answers to calls with `input_ids`, "
+    "`attention_mask`, `labels` and `use_cache`. If this is a wrapper of your own, call `padding_free` with the model "
+    "in it, which is changed in place."
+)
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True, torch_compile: bool = False) -> Model:
+    """
+    Have a model compute padded rows without their padding, in any trainer or loop.
+
+    A call with `input_ids` of shape `(R, L)` and a 2-D `attention_mask` skips the padding, computes shared prefixes
+    once, and still returns rows of `L`, with zeros at padding. Calls of other kinds (generation, `inputs_embeds`, 4-D
+    masks, hidden states of all layers, packed rows) are computed as before, and the first of each kind logs a warning.
+    `FlatModel.of(model).counts` says how many tokens were computed.
+
+    Args:
+        model (`torch.nn.Module`):
+            A transformers model with a head, with or without PEFT, on the device and in the dtype it will train in.
+        check (`bool`, *optional*, defaults to `True`):
+            Whether to prove that the model computes flat batches exactly. Without the check, a model that does not
+            gives wrong answers silently.
+        prefix_sharing (`bool`, *optional*, defaults to `True`):
+            Whether to compute shared prefixes only once.
+        torch_compile (`bool`, *optional*, defaults to `False`):
+            Whether to compile decoder layers for flat calls, each kind of layer once. Set it here rather than in the
+            trainer, which would compile the whole model in pieces.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        [`UnprovenModelError`]: The model computes a flat batch differently from its rows one by one.
+        `TypeError`, `ValueError`: `model` is not a transformers model, or no route can serve it.
+
+    >>> from trl_paddingfree import FlatModel, padding_free
+    >>> from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
+    >>> model = padding_free(make_model(make_tokenizer(["an apple a day"]), num_hidden_layers=2))
+    >>> ids, mask = torch.tensor([[3, 4, 5, 6], [3, 4, 7, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+    >>> model(input_ids=ids, attention_mask=mask).logits.shape[:2]
+    torch.Size([2, 4])
+    >>> FlatModel.of(model).counts
+    BatchCounts(computed=6, real=7, padded=8, distinct=5, repeated=1)
+    """
+    base = transformers_model(model, "padding_free")
+    if reason := why_padded(model.modules()):
+        raise ValueError(f"{reason}, or leave the call of `padding_free` out.")
+    if base.base_model is base and base.get_output_embeddings() is None:
+        raise ValueError(f"{type(base).__name__} is a backbone: call `padding_free` with the model that has a head.")
+    start = time.perf_counter()
+    route = choose_route(base, prefix_sharing=prefix_sharing, dtype=compute_dtype(base))
+    before = upstream.attn_implementation(base)
+    flat = FlatModel.install(base, route)
+    calls = PaddedCalls.install(flat)
+    if not check:
+        compile_layers(flat, {} if torch_compile else None)
+        return model
+    call = _CallWithRows(model, calls)
+    try:
+        # Calls of the check neither warn nor count
+        quietly = [(calls, "says", False), (calls, "scores_first", False), (flat, "counts", flat.counts)]
+        with attributes_set(quietly):
+            result, _ = prove(base, route, call=call)
+            with as_tried(base):
+                call.try_calls(result.tolerance)
+            compile_layers(flat, {} if torch_compile else None)
+            if torch_compile:
+                prove_slices(base, call, is_compiled=True)
+    except BaseException as error:
+        calls.remove()
+        compile_layers(flat, None)
+        upstream.set_attn_implementation(base, before)
+        if isinstance(error, UnprovenModelError):  # its message names the option of the trainers
+            raise UnprovenModelError(str(error).replace("Set `padding_free=False`", "Leave the call out")) from None
+        raise
+    where = f"{type(base).__name__} on {base.device.type} in {compute_dtype(base)}".replace("torch.", "")
+    logger.warning(f"padding_free, {result.route}: exact on {where} (checked in {time.perf_counter() - start:.1f} s).")
+    logger.info(f"The start-up check: {result}.")
+    return model
+
+
+def transformers_model(model: torch.nn.Module, function: str) -> PreTrainedModel:
+    """The outermost transformers model in `model`, under PEFT or other wrappers. Errors name the calling `function`."""
+    if isinstance(model, str):
+        raise TypeError(
+            f"`model={model!r}`: `{function}` takes a model itself, not its name. Pass "
+            f"`AutoModelForCausalLM.from_pretrained({model!r})`."
+        )
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    base = next((each for each in modules if isinstance(each, PreTrainedModel)), None)
+    if base is None:
+        raise TypeError(f"`{function}` takes a model of transformers, and there is none in a {type(model).__name__}.")
+    if base.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(base).__name__} has an encoder and a decoder, which is not supported: `{function}` takes "
+            "models with a decoder alone."
+        )
+    return base
+
+
+class _CallWithRows:
+    """Stands in for a model in the check: computes padded calls flat if given a flat batch, otherwise as before."""
+
+    def __init__(self, model: torch.nn.Module, calls: PaddedCalls):
+        self.model, self.calls, self.base = model, calls, calls.model
+
+    def __call__(self, flat_batch: object = None, **inputs: Any) -> Any:
+        before = self.calls.flat_model.counts
+        answers = self.answers(inputs, is_flat=flat_batch is not None)
+        if flat_batch is not None and self.calls.flat_model.counts == before:
+            raise ValueError(
+                f"the forward of {type(self.base).__name__} calls neither its `base_model` nor its decoder with rows"
+            )
+        return answers
+
+    def answers(self, inputs: Inputs, is_flat: bool = False, with_labels: bool = False) -> Any:
+        """The `log_probs` of rows, or the `logits` of a pooled head, and the whole `output` of the model."""
+        left = ("fused_lm_head", "labels")[: 2 - with_labels]
+        with nullcontext() if is_flat else self.calls.aside():
+            try:
+                output = self.model(**{name: x for name, x in inputs.items() if name not in left})
+            except TypeError as error:
+                error.add_note(_PROVEN_BY)
+                raise
+        names = output if isinstance(output, dict) else (type(output).__name__,)
+        if "logits" not in names:
+            answer = ", ".join(f"`{name}`" for name in names)
+            raise ValueError(
+                f"{type(self.model).__name__} answers with {answer}: its head may read padding. {_PROVEN_BY}"
+            )
+        if not is_pooled(self.base):
+            return SimpleNamespace(log_probs=log_probs_of(output.logits, inputs["labels"]), output=output)
+        logits = output.logits
+        if logits.ndim == 3:  # one per token: the last one depends on the whole row
+            last = (inputs["attention_mask"] * torch.arange(logits.size(1), device=logits.device)).argmax(1)
+            logits = logits[torch.arange(len(last)), last]
+        return SimpleNamespace(logits=logits, output=output)
+
+    def both(self, inputs: Inputs, with_labels: bool = False) -> list[Any]:
+        """The answers to the same rows, computed flat and as before."""
+        return [self.answers(inputs, is_flat, with_labels) for is_flat in (True, False)]
+
+    def try_calls(self, tolerance: float) -> None:
+        """
+        Exclude kinds of calls that the model itself answers differently: rows with padding on the left, router losses
+        that count padding, and heads that are given labels.
+        """
+        calls, pooled, config = self.calls, is_pooled(self.base), self.base.config.get_text_config()
+        calls.with_left_padding = calls.with_routers = calls.with_labels = True  # whatever an earlier check has found
+        rows, half_digits = check_rows(config.vocab_size, draw=0), rounding_unit(self.base) ** 0.5
+        right = row_inputs(self.base, rows)
+        left = {name: x.flip(1) if torch.is_tensor(x) else x for name, x in right.items()}  # rows the other way round
+        if not pooled:  # without the first token of each row, which padding would predict
+            mask = left["attention_mask"].bool()
+            has_context = mask & torch.nn.functional.pad(mask, (1, -1))
+            left["labels"] = left["labels"].masked_fill(~has_context, IGNORE_INDEX)
+            # Any token may pad: that of the model may have an embedding of zero
+            left["input_ids"] = left["input_ids"].masked_fill(~mask, int(rows[0][0]))
+        with torch.enable_grad():  # without gradients, such calls are not computed flat
+            flat, padded = (vars(x)["logits" if pooled else "log_probs"].detach().double() for x in self.both(left))
+        calls.with_left_padding = root_mean_square(flat - padded) <= tolerance
+        if architecture.config_value(config, "output_router_logits") is not None:
+            # Far more padding than tokens: a router loss that counts padding differs by more than rounding
+            wide = {**row_inputs(self.base, rows, 4 * right["input_ids"].size(1)), "output_router_logits": True}
+            flat, padded = (x.output.get("aux_loss") for x in self.both(wide))
+            calls.with_routers = flat is None or relative_error(flat, padded) <= half_digits
+        if not pooled and "labels" in inspect.signature(self.base.forward).parameters:
+            answers = self.both(right, with_labels=True)  # of losses, each by itself: they are small beside the others
+            flat, padded = ((x.log_probs, x.output.get("loss", torch.zeros(()))) for x in answers)
+            calls.with_labels = max(map(relative_error, flat, padded)) <= HALF_DIGITS_FACTOR * half_digits
+
+
+def log_probs_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """`(R, L-1)` float32: log-probabilities of `labels` by logits `(R, L, vocabulary)`; 0 where a label is -100."""
+    targets = labels[:, 1:].to(logits.device)
+    log_probs = logits[:, :-1].float().log_softmax(-1).gather(2, targets.clamp(min=0)[..., None]).squeeze(2)
+    return log_probs.masked_fill(targets == IGNORE_INDEX, 0.0)

@@ -1,0 +1,1 @@
+"""Which examples share a micro-batch."""

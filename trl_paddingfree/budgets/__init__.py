@@ -1,0 +1,1 @@
+"""Memory and token budgets: in which parts and slices a batch is computed, and which layers recompute."""

@@ -1,0 +1,228 @@
+"""A training step under a budget: one loop over the parts of a micro-batch, for all trainers.
+
+If losses add up, a micro-batch above its budget is divided into parts that run one after another, and nothing is
+computed twice. A part that still does not fit, or a micro-batch in which the loss of an example depends on others, is
+computed in slices beneath the loss, see [`~trl_paddingfree.slices.decoder`].
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator, DistributedType
+from accelerate.utils import find_batch_size
+from transformers.utils import logging
+
+from ..core import upstream
+from ..core.flat.batch import Inputs
+from ..core.flat.counts import of_all_processes
+from ..core.model.restored import attributes_set
+from ..core.trainers.engine import adds_up_shards
+from .attempts import Attempt, halve
+from .planner import MemoryPlanner
+
+logger = logging.get_logger(__name__)
+
+# Methods with which losses and metrics exchange figures between processes
+_COLLECTIVE = ("gather", "gather_for_metrics", "pad_across_processes", "reduce")
+# Methods of a trainer, and of its accelerator, between a micro-batch and its gradients
+_OF_STEPS = ("training_step", "_prepare_inputs", "compute_loss", "_compute_loss", "backward")
+Step = Callable[[Inputs], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a micro-batch, or all of it."""
+
+    inputs: Inputs
+    # By name, the denominators of the loss ("loss") and of each averaged metric. All are 0 if the part is computed only
+    # because other processes compute one; `None` if the micro-batch is not divided
+    sizes: dict[str, int] | None = None
+    weight: float = 1.0  # the weighted losses of all parts add up to the loss of the micro-batch
+
+
+def own_steps(trainer: Any, owners: Sequence[type], moves: bool) -> list[str]:
+    """
+    What may make the gradients of a micro-batch any function of it: hooks, and methods of the trainer itself or of
+    classes other than `owners` and their bases. What wraps the whole step counts only if it `moves` examples.
+    """
+    known, classes = {base for cls in owners for base in cls.__mro__}, type(trainer).__mro__
+    outer = () if moves else (trainer, *takewhile(lambda cls: cls not in known, classes))
+    places = [(cls.__name__, cls) for cls in classes if cls not in known]
+    found = [
+        f"`{name}.{method}`"
+        for name, place in (*places, ("trainer", trainer), ("accelerator", trainer.accelerator))
+        for method in _OF_STEPS
+        if method in vars(place) and not (method == "training_step" and place in outer)
+    ]
+    # A class of the user's own with `part_sizes` says that hooks are linear, and those of DeepSpeed and PEFT are
+    is_ours = owners[0].__module__.startswith("trl_paddingfree.")
+    if (is_ours or "part_sizes" not in vars(owners[0])) and not trainer.is_deepspeed_enabled:
+        if trainer.flat.has_hooks is None:  # once per call of `train()`: models have thousands of modules
+            trainer.flat.has_hooks = not all(
+                str(getattr(getattr(hook, "func", hook), "__module__", None)).startswith("peft.")  # also of partials
+                for holder in (*trainer.model.parameters(), *trainer.model.modules())
+                for hook in upstream.gradient_hooks(holder)
+            )
+        found += ["hooks on gradients"] * trainer.flat.has_hooks
+    return found
+
+
+@contextmanager
+def synchronizing(accelerator: Accelerator, model: torch.nn.Module, is_last: bool) -> Iterator[None]:
+    """A context for a part of a micro-batch: gradients of `model` are synchronized only after the last part."""
+    state, sync_gradients = accelerator.gradient_state, accelerator.sync_gradients
+    # DeepSpeed reads the flag below, and refuses `no_sync` in some stages. FSDP's `no_sync` keeps unsharded gradients
+    is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+    skips_sync = not (is_last or is_deepspeed or adds_up_shards(accelerator))
+    state._set_sync_gradients(sync_gradients and is_last)
+    try:
+        with accelerator.no_sync(model) if skips_sync else nullcontext():
+            yield
+    finally:
+        state._set_sync_gradients(sync_gradients)
+
+
+def weigh_last_batch(trainer: Any, inputs: Inputs) -> None:
+    """
+    Weight the last batch of an evaluation stream by its number of rows. accelerate knows that number if it dispatches
+    batches, as it does for padded ones unless options or a training stream forbid it. If processes read batches
+    themselves, it takes the last one for a full one, as in trainers that generate, whose `inputs` are examples.
+    """
+    accelerator = trainer.accelerator
+    loader = accelerator.gradient_state.active_dataloader
+    is_last = loader is not None and loader.end_of_dataloader and loader.remainder == -1
+    if not is_last or isinstance(inputs, list) or trainer.args.accelerator_config.dispatch_batches is not None:
+        return
+    if accelerator.num_processes == trainer.flat.options.sequence_parallel_size:
+        batch = inputs.get("flat_batch")  # packed documents are one row of TRL's
+        loader.remainder = 1 if batch is not None and batch.packed else find_batch_size(inputs)
+    else:
+        logger.warning_once(
+            "The last batches of a stream in evaluation are filled with its first rows, and these count once more: "
+            "figures of evaluation differ from those of TRL, which dispatches padded batches to its processes."
+        )
+
+
+class PartMetrics:
+    """TRL's metrics of a micro-batch that runs in parts: summed on this process, and gathered once at the end."""
+
+    def __init__(self, trainer: Any):
+        self.trainer, self.accelerator = trainer, trainer.accelerator
+        self.metrics, self.tokens_before = trainer._metrics["train"], trainer._total_train_tokens
+        # Per metric: the sum of its values times their sizes, the sum of sizes, and how many parts have logged it
+        self.sums: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(3))
+        self.extremes: dict[str, list[float]] = {name: [] for name in trainer.extremes}
+
+    @contextmanager
+    def of(self, sizes: dict[str, int]) -> Iterator[None]:
+        """Within this context, TRL logs a part of these `sizes`, and processes do not communicate."""
+        num_logged = {name: len(values) for name, values in self.metrics.items()}
+        # Processes have different numbers of parts, so that collectives would hang
+        with attributes_set((self.accelerator, name, lambda tensor, *args, **kwargs: tensor) for name in _COLLECTIVE):
+            yield
+        for name in sizes.keys() - {"loss"}:
+            self.sums[name] += 0  # even if only other processes log it: all have to gather the same names
+        for name, values in self.metrics.items():
+            if len(values) == num_logged.get(name, 0):
+                continue
+            value = values.pop()
+            if name in self.extremes:
+                self.extremes[name].append(value)
+            elif name in sizes:
+                self.sums[name] += (value * sizes[name] if sizes[name] else 0.0, sizes[name], 1)  # `nan` over 0 items
+            elif name != "num_tokens" and name not in self.trainer.differences:
+                raise ValueError(
+                    f"{type(self.trainer).__name__} logs `{name}`, and how parts of a micro-batch combine it is not "
+                    "known. If it is a mean, name it in `part_sizes`; if not, in `extremes` or `differences`. Or leave "
+                    "`memory_budget` and `max_tokens_per_micro_batch` out."
+                )
+
+    def log(self) -> None:
+        """Log the metrics of the whole micro-batch, over all parts of all processes."""
+        trainer, names, means = self.trainer, sorted(self.sums), {}
+        values = [x for name in names for x in self.sums[name]]
+        values.append(trainer._total_train_tokens - self.tokens_before)
+        totals = of_all_processes(values, self.accelerator).sum(0)
+        for name, (total, size, times) in zip(names, totals[:-1].view(len(names), 3).tolist(), strict=True):
+            if times:
+                means[name] = total / max(size, 1)
+                self.metrics[name].append(means[name])
+        for name, extreme in trainer.extremes.items():
+            of_each = of_all_processes([extreme(self.extremes[name])], self.accelerator)
+            self.metrics[name].append(extreme(of_each[:, 0].tolist()))
+        for name, (one, other) in trainer.differences.items():
+            if one in means and other in means:
+                self.metrics[name].append(means[one] - means[other])
+        trainer._total_train_tokens = self.tokens_before + int(totals[-1])
+        self.metrics["num_tokens"] = [trainer._total_train_tokens]
+
+
+@dataclass(eq=False)
+class TrainingSteps:
+    """The training steps of a trainer under a [`~trl_paddingfree.budgets.planner.MemoryPlanner`]."""
+
+    trainer: Any
+    planner: MemoryPlanner
+    part: Part | None = None  # the current part; `None` if the micro-batch is not divided
+    is_weighted: bool = False  # whether the loss of this part was weighted
+    attempt: Attempt = field(init=False, repr=False)  # the snapshot before the current pass
+
+    def run(self, step: Step, parts: Sequence[Part]) -> torch.Tensor:
+        """
+        Run TRL's `step`, a forward and a backward pass, on each part of a micro-batch, and return the sum of their
+        losses. Their metrics are logged together. If memory runs out, a part is retried in smaller slices.
+        """
+        metrics = None if parts[0].sizes is None else PartMetrics(self.trainer)
+        losses = []
+        for number, part in enumerate(parts, 1):
+            self.remember()
+            try:
+                losses.append(self._run_pass(step, part, metrics, number == len(parts)))
+            finally:
+                self.attempt.finish()
+        if metrics is not None:
+            metrics.log()
+        return torch.stack(losses).sum()
+
+    def remember(self) -> None:
+        """Begin a pass, which is yet to be scheduled: what it changes from here on can be rolled back."""
+        self.planner.current = None
+        self.attempt = Attempt(self.trainer)
+
+    def _run_pass(self, step: Step, part: Part, metrics: PartMetrics | None, is_last: bool) -> torch.Tensor:
+        """Run a part and return its loss. Without `metrics`, it is a whole micro-batch, whose metrics TRL logs."""
+        trainer = self.trainer
+        try:
+            if metrics is None:
+                loss = step(part.inputs)
+            else:
+                assert part.sizes is not None
+                self.part, self.is_weighted = part, False
+                with synchronizing(trainer.accelerator, trainer.model_wrapped, is_last), metrics.of(part.sizes):
+                    loss = step(part.inputs)
+                if not self.is_weighted:
+                    raise ValueError(
+                        f"`{type(trainer).__name__}.compute_loss` does not call `super().compute_loss`, which weights "
+                        "the losses of parts: call it, or leave `memory_budget` and `max_tokens_per_micro_batch` out."
+                    )
+            self.planner.finish(has_stepped=trainer.state.global_step > 0)
+            return loss
+        except RuntimeError as error:
+            halve(self.planner, error)
+        finally:
+            self.part = None
+        # Not within `except`: while the error lives, its frames hold the memory of the pass
+        self.attempt.undo()
+        return self._run_pass(step, part, metrics, is_last)
+
+    def weighted(self, loss: torch.Tensor | tuple[torch.Tensor, Any]) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        """The loss of the current part times its weight, with the other outputs, if any."""
+        assert self.part is not None
+        self.is_weighted = True
+        return (self.part.weight * loss[0], *loss[1:]) if isinstance(loss, tuple) else self.part.weight * loss

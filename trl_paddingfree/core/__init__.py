@@ -1,0 +1,1 @@
+"""Text SFT and DPO without padding: rows outside, a flat tree inside."""

@@ -1,0 +1,296 @@
+"""The second pass of the start-up check, under training conditions: training mode, gradients, a long flat row.
+
+Four rows of equal length go through the model, in two pairs that share a long prefix. Batched, they need no padding:
+this is the reference. In the flat batch, the losses of two rows are differentiated at a time, one from each pair, never
+neighbors on the flat axis. The first row of a pair is scored at all tokens, the second after the shared prefix. *Which*
+flat tokens get gradient is compared exactly, in any precision: they must be the same as for the row alone. Extra tokens
+are a leak, missing ones are forgotten context. The size of the gradients, compared within a tolerance, shows the rest:
+context that only some layers forget, wrong positions.
+
+For a model that does not train, log-probabilities of these rows are compared, and nothing is differentiated.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from ...slices.axis import cut_by_size
+from ..flat.batch import FlatBatch, Inputs
+from ..flat.schedule import Schedule
+from ..model import architecture
+from ..model.flat_model import FlatModel
+from ..model.forward import is_pooled
+from . import probe
+from .comparison import HALF_DIGITS_FACTOR, NOISE_FACTOR, Values, Verdict, compare, relative_error
+from .training import as_in_training, as_it_answers, compared_parameters, frozen_layers_tried, raise_if_others_wait
+
+# Length of each row: enough for more than 256 flat tokens
+_LENGTH = 104
+# The rows whose losses are differentiated together
+_GROUPS = ([0, 2], [1, 3])
+# Configuration fields for how far a token sees that layers read when they are built: they cannot be narrowed later
+_BUILT_WITH = ("window_size", "sliding_window_size", "attention_window_size", "local_attention", "index_block_size",
+               "index_topk_blocks", "indexer_budget", "block_size", "local_attention_window_len")  # fmt: skip
+# Largest such limit for rows to exceed, and largest position limit for flat rows, on the CPU and on accelerators
+_LONGEST = (256, 2048), (1024, 8192)
+# Gradients below this share of the largest count as zero: rounding alone may produce them
+_NEGLIGIBLE = torch.finfo(torch.float32).eps ** 2
+# The most entries of a gradient that is compared whole. A larger one is multiplied by a random vector
+_WHOLE = 2**18
+# Least relative tolerance of answers: rounding in float32 stays below it, forgotten or misplaced context does not
+_LEAST_MISTAKE = 1e-5
+
+
+class Pass(NamedTuple):
+    """What the model computes for the rows, in float64 on the CPU: answers, and the gradients of their losses."""
+
+    log_probs: torch.Tensor  # (R, L-1)
+    at_tokens: torch.Tensor  # (R, L, D) at the embeddings, or (1, T, D) of a flat batch
+    of_weights: Values
+
+    def answers(self) -> Values:
+        return {"answers on long rows": self.log_probs}
+
+    def of_rows(self) -> Values:
+        return {f"gradients of row {i}": x for i, x in enumerate(self.at_tokens)}
+
+
+class RowsInTraining:
+    """
+    The reference for gradients: log-probabilities of four long rows in training mode, as a batch that needs no padding,
+    and the gradients of their losses. With `trains=False`, only log-probabilities, in evaluation mode. `every_layer`
+    says whether all layers run; by default, they do in small models. `scores_all` is for comparing flat batches with
+    each other: rows alone are not computed, and both rows of a pair are scored on their shared prefix, because in
+    narrow windows, the gradients of some tokens would otherwise nearly vanish.
+    """
+
+    unseen: tuple[str, ...] = ()  # why gradients at the embeddings cannot be compared
+    without_limits = [1024]  # tokens that a flat row exceeds if the model has no such limit
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        call: probe.Call | None = None,
+        draw: int = 0,
+        trains: bool = True,
+        every_layer: bool | None = None,
+        scores_all: bool = False,
+    ):
+        self.model, self.call, self.trains = model, model if call is None else call, trains
+        self.every_layer, self.unit = every_layer, probe.rounding_unit(model)
+        longest_limit, longest_flat = _LONGEST[model.device.type != "cpu"]
+        config, positions = vars(model.config.get_text_config()), architecture.position_limits(model)
+        limits = {name: x for name in _BUILT_WITH if isinstance(x := config.get(name), int) and x > 0}
+        exceeding = [limit + limit // 4 for limit in limits.values() if limit <= longest_limit]
+        self.length = min([max([_LENGTH, *exceeding]), *positions])
+        self.notes = tuple(
+            f"`{name}={limit}` is longer than the rows that were tried"
+            for name, limit in limits.items()
+            if limit >= self.length
+        )
+        # Numbers of positions that a flat row can exceed within seconds
+        self.position_limits = [limit for limit in positions if limit < longest_flat] or self.without_limits
+        self.rows = probe.long_rows(model, self.length, draw)
+        # Each token has its own weight in the losses; by default, a shared prefix counts in the first row only
+        self.weights = torch.from_numpy(np.random.default_rng(draw).uniform(0.5, 1.5, (4, self.length - 1)))
+        if not scores_all:
+            self.weights[1::2, : int(self.length * probe.SHARED) - 1] = 0
+        with self.in_training() as left_out, frozen_layers_tried(model) as self.lost:  # layers that block gradients
+            self.parameters = compared_parameters(model) if trains else {}
+            if not scores_all:
+                self.alone = self.differentiate(probe.row_inputs(model, self.rows))
+        self.notes += left_out
+        others = sum(p.requires_grad for p in model.parameters()) - len(self.parameters)
+        if trains and others:
+            self.notes += (f"gradients of {others} weights, large or sharded, were not compared",)
+        # At another width, kernels round differently
+        width = min([self.length + 5, *positions])
+        self.noise = cache(lambda: self.differentiate(probe.row_inputs(model, self.rows, width)))
+
+    def in_training(self) -> AbstractContextManager[tuple[str, ...]]:
+        """The context in which the model is tried, in training or evaluation mode. Yields what it leaves out."""
+        return as_in_training(self.model, self.call, self.every_layer) if self.trains else as_it_answers(self.model)
+
+    def answers(self, inputs: Inputs) -> torch.Tensor:
+        """`(R, L-1)` log-probabilities. A pooled head gives one answer per row, which is repeated to that shape."""
+        output = self.call(**inputs)
+        answers = output.logits.sum(1, keepdim=True) if is_pooled(self.model) else output.log_probs
+        return answers[:, : self.length - 1].expand(-1, self.length - 1)
+
+    @contextmanager
+    def watched(self, inputs: Inputs) -> Iterator[list[torch.Tensor]]:
+        """Within this context, the list ends with the tensors whose gradients are those of the tokens of `inputs`."""
+        outputs: list[torch.Tensor] = []
+
+        def watch(module, args, output):
+            outputs.append(output if output.requires_grad or not torch.is_grad_enabled() else output.requires_grad_())
+            return output.clone()  # some models (GIT) write into it in place, which a leaf forbids
+
+        with self.model.get_input_embeddings().register_forward_hook(watch):
+            yield outputs
+
+    def differentiate(self, inputs: Inputs, rows: Sequence[int] = (0, 1, 2, 3)) -> Pass:
+        """What the model computes for all rows, and the gradients of the losses of some."""
+        if not self.trains:
+            return Pass(self.answers(inputs).double().cpu(), torch.empty(0), {})
+        batch: FlatBatch | None = inputs.get("flat_batch")
+        parameters = [*self.parameters.values()]
+        # Small gradients underflow in float16: training scales its losses, too
+        scale = 2.0**8 if probe.compute_dtype(self.model) == torch.float16 else 1.0
+        with self.watched(inputs) as embedded:
+            log_probs = self.answers(inputs)
+            if not embedded:
+                raise RuntimeError("its input embeddings are not what it computes with")
+            # Each slice embeds its own tokens, and one more if frequencies follow the longest position. Models with
+            # images embed all tokens at once, before their decoder
+            sizes = [self.length if batch is None else batch.input_ids.size(1)]
+            if batch is not None and 1 < len(batch.schedule.cuts) <= len(embedded) + 1:
+                sizes = np.diff(batch.schedule.cuts).tolist()
+            pieces = embedded[-len(sizes) :]
+            loss = (log_probs * self.weights.to(log_probs))[[*rows]].sum() * scale
+            if batch and not loss.requires_grad:  # detached, or computed under `no_grad`
+                loss = 0.0 * pieces[0].sum()
+            # Within the context, since slices are computed again in the backward pass
+            found = torch.autograd.grad(loss, [*pieces, *parameters], allow_unused=True)
+        filled = [torch.zeros_like(x) if y is None else y for x, y in zip(pieces, found, strict=False)]
+        at_tokens = torch.cat([x[:, :size] for x, size in zip(filled, sizes, strict=True)], 1)
+        gradients: Sequence[torch.Tensor | None] = [at_tokens, *found[len(sizes) :]]
+        if batch is not None and (group := FlatModel.group_of(self.model)) is not None:
+            gradients = group.whole_gradients([at_tokens, *parameters], gradients, batch)
+        at_tokens, *others = [torch.zeros(()) if x is None else x.detach() for x in gradients]
+        names = (f"gradients of `{name}`" for name in self.parameters)
+        of_weights = {name: _sketch(x).cpu() for name, x in zip(names, others, strict=True)}
+        return Pass(log_probs.detach().double().cpu(), at_tokens.double().cpu(), of_weights)
+
+    def compare(self, prefix_sharing: bool, size: int | None = None, is_compiled: bool = False) -> Verdict:
+        """
+        Compare the flat batch of these rows, on the installed route, with the rows alone. In slices of at most `size`
+        tokens, or in compiled code, compare it with the whole flat batch in eager code instead, answers as well as
+        gradients.
+        """
+        inputs = probe.row_inputs(self.model, self.rows, prefix_sharing=prefix_sharing)
+        batch: FlatBatch = inputs["flat_batch"]
+        index, is_first = batch.row_index.cpu(), size is None and not is_compiled
+
+        def in_groups() -> list[Pass]:
+            return [self.differentiate(inputs, rows) for rows in (_GROUPS if self.trains else _GROUPS[:1])]
+
+        def in_rows(passes: list[Pass]) -> Pass:
+            if not self.trains:
+                return passes[0]
+            found = [passes[i % 2].at_tokens[0, places] for i, places in enumerate(index)]
+            of_rows = self.alone.at_tokens if self.unseen else torch.stack(found)
+            one, other = (each.of_weights for each in passes)
+            return Pass(passes[0].log_probs, of_rows, {name: x + other[name] for name, x in one.items()})
+
+        passes = in_groups()
+        is_random = relative_error(passes[-1].log_probs, passes[0].log_probs) > self.unit
+        expected = self.alone if is_first else in_rows(passes)
+        if not is_first:
+            if size is not None:
+                inputs["flat_batch"] = replace(batch, schedule=Schedule(cut_by_size(batch.layout.segments, size)))
+            with torch.compiler.set_stance("default" if is_compiled else "force_eager"):
+                passes = in_groups()
+        if not expected.at_tokens.isfinite().all():
+            return Verdict(skipped="those of a row alone are not finite")
+        for rows, found in zip(_GROUPS if self.trains and not self.unseen else (), passes, strict=False):
+            if failure := _wrong_tokens(found.at_tokens, expected.at_tokens, index, rows):
+                return Verdict(failure=failure)
+        flat = in_rows(passes)
+        if is_first and (failure := self._beyond_positions(batch.counts.computed, is_random)):
+            return Verdict(failure=failure)
+        if is_random:
+            return Verdict(
+                skipped="it draws at random in training, or keeps something of earlier calls (no gradient reaches "
+                "another row)",
+                notes=self.notes,
+            )
+
+        def beside(values: Callable[[Pass], Values], **options: Any) -> Verdict:
+            return compare(values(expected), values(flat), lambda: values(self.noise()), self.unit, **options)
+
+        verdicts = [beside(Pass.of_rows), beside(lambda x: x.of_weights, of_parameters=True)] if self.trains else []
+        if not self.trains or not is_first:
+            # A pooled head gives one number per row: with so few, noise may be near zero by chance
+            least = max(NOISE_FACTOR * self.unit * (NOISE_FACTOR if is_pooled(self.model) else 1), _LEAST_MISTAKE)
+            if not is_first and vars(self.model).get("is_quantized"):
+                least = math.inf  # for the few tokens of a slice, some use kernels that round more
+            verdicts.append(beside(Pass.answers, least=least))
+        worst = max(verdicts, key=lambda x: (math.isnan(x.error), x.error / x.tolerance))
+        return replace(worst, notes=(*self.notes, *self.unseen))
+
+    def _beyond_positions(self, computed: int, is_random: bool) -> str:
+        """What is wrong with a flat row that exceeds the model's position limits, in words; empty if nothing is."""
+        for limit in self.position_limits:
+            if limit < computed:  # the check's flat row was longer already
+                continue
+            copies = limit // (len(self.rows) * self.length) + 1
+            with torch.no_grad():
+                answers = self.answers(probe.row_inputs(self.model, self.rows * copies, prefix_sharing=False))
+            wrong = relative_error(answers.double().cpu(), self.alone.log_probs.repeat(copies, 1))
+            if not is_random and not wrong <= HALF_DIGITS_FACTOR * self.unit**0.5:
+                return f"a flat row of more than {limit} tokens is wrong by {wrong:.1e}"
+        return ""
+
+
+InTraining = Callable[[], RowsInTraining]  # called only when gradients are compared
+
+
+def check_gradients(in_training: InTraining, prefix_sharing: bool) -> Verdict:
+    """Compare the gradients of a flat batch, on the installed route, with those of the rows alone."""
+    try:
+        reference = in_training()
+    except Exception as error:  # it would not train with padding either
+        first_line, *_ = str(error).split("\n")
+        return Verdict(failure=f"a row alone raises {type(error).__name__}: {first_line}", unmendable=True)
+    if reference.lost:
+        return Verdict(
+            failure=f"no gradient comes through {', '.join(reference.lost[:3])}, which is frozen. What trains before "
+            "it would get wrong gradients or none, and nothing would say so. Load the model with weights that can be "
+            'trained through, such as `dtype="bfloat16"` or bitsandbytes',
+            unmendable=True,
+        )
+    try:
+        with reference.in_training():
+            return reference.compare(prefix_sharing)
+    except Exception as error:  # any error that a model raises on flat input becomes a verdict
+        raise_if_others_wait(reference.model, error)
+        return Verdict(failure=f"{type(error).__name__}: {error}", raised=True)
+
+
+def _wrong_tokens(flat: torch.Tensor, alone: torch.Tensor, index: torch.Tensor, rows: list[int]) -> str:
+    """
+    Check which tokens get gradient from `rows`: what is wrong, in words; empty if nothing is. `flat` is `(1, T, D)`,
+    `alone` `(R, L, D)`, and `index` `(R, L)` holds the flat positions of each row's tokens.
+    """
+    if flat.size(1) <= index.max() or not flat.any():
+        return "no gradient reaches its input embeddings, as if its answers were detached or computed under `no_grad`"
+    if not flat.isfinite().all():
+        return "gradients are not finite"
+    touched = flat[0].any(1)
+    touched[index[rows]] = False
+    if leaks := touched[index].any(1).nonzero().tolist():
+        return f"row {leaks[0][0]} gets gradient from row {' or '.join(map(str, rows))}"
+    for row in rows:
+        sizes, expected = flat[0, index[row]].norm(dim=1), alone[row].norm(dim=1)
+        has, wanted = sizes > _NEGLIGIBLE * sizes.max(), expected > _NEGLIGIBLE * expected.max()
+        if lost := int((wanted & (sizes == 0)).sum()):
+            return f"row {row} forgets {lost} of its tokens"
+        if more := (has & (expected == 0)).nonzero().tolist():
+            return f"row {row} gets gradient at its token {more[0][0]}, which it does not alone"
+    return ""
+
+
+def _sketch(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient in float64; a large one is multiplied by a random vector."""
+    if gradient.numel() > _WHOLE:
+        vector = torch.randn(gradient.size(-1), generator=torch.Generator().manual_seed(0))
+        gradient = gradient.flatten(0, -2).float() @ vector.to(gradient.device)
+    return gradient.double()

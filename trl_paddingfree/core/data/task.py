@@ -1,0 +1,93 @@
+"""Tasks: the columns, sequences and collators of a trainer's data, and its names."""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from datasets import Dataset
+
+from ..flat.batch import Inputs
+from .lengths import Example
+
+# Columns of raw data that TRL reads for any trainer
+RAW_COLUMNS = ("prompt", "image", "images", "tools", "chat_template_kwargs")
+Columns = tuple[str, ...]  # by name
+
+
+@dataclass(frozen=True)
+class Task:
+    """
+    What a trainer's data looks like, and what it is called.
+
+    Args:
+        name, unit (`str`):
+            The name of the command, also used in its results; what a batch holds, in the plural (`"pairs"`).
+        sequences (`tuple[tuple[str, ...], ...]`):
+            The sequences of one prepared example, each as the columns of token ids that make it up.
+        collator, vision_collator (`type`, the second *optional*):
+            The collator classes that build flat batches of text and, if the trainer takes any, of data with images.
+        prepare (`Callable`, *optional*):
+            TRL's own preparation: maps `(dataset, tokenizer, max_length=, truncation_mode=)` to the rows that the
+            collator gets. `trl-paddingfree inspect` needs it, training does not.
+        found_by, other_columns (*optional*, default to `()`):
+            Sets of columns, after TRL's dataset formats: data with all columns of one set belongs to this task.
+            Columns of prepared data that the collator reads besides token ids.
+        reads (`tuple[str, ...]`, *optional*, defaults to `()`):
+            Columns of raw data that TRL reads besides those of all tasks (`RAW_COLUMNS`); the log names any others.
+            `()` if all are read, by reward functions for example, or if that is not known.
+        truncates (`bool`, *optional*, defaults to `True`):
+            Whether the trainer has a `max_length`.
+
+    >>> from trl_paddingfree import PaddingFreeDPOTrainer
+    >>> PaddingFreeDPOTrainer.task.unit, PaddingFreeDPOTrainer.task.token_columns
+    ('pairs', ('prompt_ids', 'chosen_ids', 'rejected_ids'))
+    """
+
+    name: str
+    unit: str
+    sequences: tuple[Columns, ...]
+    collator: type
+    prepare: Callable[..., Dataset] | None = None
+    found_by: tuple[Collection[str], ...] = ()
+    other_columns: Columns = ()
+    reads: Columns = ()
+    truncates: bool = True
+    vision_collator: type | None = None
+
+    @cached_property
+    def token_columns(self) -> Columns:
+        """Columns of prepared data that hold token ids."""
+        return tuple(dict.fromkeys(column for sequence in self.sequences for column in sequence))
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of prepared data that the collator reads."""
+        return [*self.token_columns, *self.other_columns]
+
+    def make_collator(self, **options: object) -> Callable[[list[Example]], Inputs]:
+        """A collator that builds flat batches, with the `options` that it accepts; TRL's preparation applies others."""
+        options = {"pad_token_id": 0, "padding_free": True, **options}
+        names = {field.name for field in fields(self.collator)}
+        return self.collator(**{name: value for name, value in options.items() if name in names})
+
+
+def task_of(columns: Sequence[str], tasks: Iterable[Task]) -> Task:
+    """
+    The first of `tasks` that a data set's columns fit. Refuses columns that fit none, and images if it takes none.
+
+    >>> from trl_paddingfree.registry import TASKS
+    >>> task_of(["prompt", "chosen", "rejected", "score"], TASKS).name, task_of(["messages"], TASKS).name
+    ('dpo', 'sft')
+    """
+    names = set(columns)
+    for task in tasks:
+        if any(map(names.issuperset, task.found_by)):
+            if names & {"image", "images"} and task.vision_collator is None:
+                raise ValueError(f"The data set has columns {sorted(names)}: {task.name} does not train on images.")
+            return task
+    raise ValueError(
+        f"The data set has columns {sorted(names)}. Preference data needs 'chosen' and 'rejected' (and 'prompt', "
+        "unless they repeat it), or 'prompt', 'completion' and 'label'; instruction data needs 'messages', "
+        "'conversations', 'prompt' and 'completion', 'text' or 'input_ids'; prompts need 'prompt'. Rename yours, see "
+        "https://huggingface.co/docs/trl/dataset_formats."
+    )

@@ -1,0 +1,263 @@
+"""A model that computes flat batches: one object holds its route and everything else that we know about it."""
+
+import functools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ...groups.sequence import SequenceGroup
+from ...recurrent.layers import carries_state, install_state_layers, repeats_prefixes
+from ...slices.axis import NO_WINDOW
+from .. import upstream
+from ..flat.batch import FlatBatch, Inputs
+from ..flat.counts import BatchCounts
+from ..flat.layout import Attention
+from ..flat.schedule import Schedule
+from ..flat.transfer import on_device
+from ..versions import refuse_moved_head
+from .architecture import by_name, recompute_first, rotary_limits
+from .attention import register_attention
+from .edits import EditsFound, refuse_unanswerable
+from .forward import flat_backbone, flat_forward, flat_inputs, is_pooled
+from .masks import ATTENTION_BACKENDS, PassContext
+from .restored import attributes_set, mark_of
+from .routes import Route
+
+# Where a model keeps its [`FlatModel`], which is copied with the model
+ATTRIBUTE = "flat_model"
+# Makes a flat batch from the `input_ids`, `attention_mask` and `labels` of a call
+Flattener = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], FlatBatch]
+
+
+class FlatModel:
+    """
+    Makes one model instance compute flat batches; no other instance changes. Created by [`FlatModel.install`].
+
+    Called with a `flat_batch`, the model computes it and answers in rows, with TRL's fused LM head, a pooled head or
+    its own head. So it does in calls of TRL's head within [`FlatModel.flattening`], and in padded ones after
+    `padding_free(model)`. Other calls go to the original forward and attention. Losses with a head of their own use
+    [`FlatModel.hidden_states`].
+
+    >>> from trl.trainer.utils import add_fused_lm_head
+    >>> from trl_paddingfree.core.model.routes import choose_route
+    >>> from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
+    >>> model = make_model(make_tokenizer(["an apple a day"]), num_hidden_layers=2)
+    >>> add_fused_lm_head(model)
+    >>> flat = FlatModel.install(model, choose_route(model))
+    >>> FlatModel.of(model) is flat, flat.route.backend
+    (True, 'segment')
+    """
+
+    route: Route  # how it computes flat batches
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model  # without the wrappers of PEFT, DDP, FSDP, DeepSpeed and `torch.compile`
+        self.forwards: list[Callable] = []  # those that ours replaced; several if TRL added a head later
+        self.carries_state = carries_state(model)
+        self.has_trained = False  # whether a flat batch was computed with gradients, see [`FlatModel.must_train`]
+        self.repeats = False  # whether any layer that carries state recomputes shared prefixes
+        self.edits = EditsFound()
+        # Flattens calls of TRL's head that bring no `flat_batch`; if unset, they stay padded
+        self.flatten: Flattener | None = None
+        self.recomputable: Sequence[GradientCheckpointingLayer] = ()  # layers that a budget may checkpoint
+        self.is_pooled = is_pooled(model)
+        self.group: SequenceGroup | None = None  # the processes that each compute a slice of a batch
+        self.padded: Any = None  # [`~trl_paddingfree.anywhere.calls.PaddedCalls`], if padded calls are computed flat
+        self.counts = BatchCounts()  # token counts of padded calls so far
+        self.watch: Attention | None = None  # sees the inputs of attention functions, see [`keys_noted`]
+
+    def __getstate__(self) -> dict[str, object]:
+        # Copies of the model drop what belongs to the trainer, and pending edits, whose events cannot be copied
+        left = dict.fromkeys(("flatten", "group", "watch"))
+        return {**vars(self), **left, "edits": EditsFound()}
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> "FlatModel | None":
+        """The [`FlatModel`] of a possibly wrapped model; `None` if it has none, or its forward was replaced since."""
+        flat = next((vars(module)[ATTRIBUTE] for module in model.modules() if ATTRIBUTE in vars(module)), None)
+        return flat if flat and (flat._is_called or (flat.padded and flat.padded.is_called)) else None
+
+    @classmethod
+    def group_of(cls, model: torch.nn.Module) -> SequenceGroup | None:
+        """The processes among which a model's batches are sliced; `None` if this one computes whole batches."""
+        flat = cls.of(model)
+        return None if flat is None else flat.group
+
+    @classmethod
+    def install(cls, model: PreTrainedModel, route: Route) -> "FlatModel":
+        """Make a model compute flat batches by `route`. Called again, it changes the route."""
+        flat = vars(model).get(ATTRIBUTE) or cls(model)
+        flat.route = route
+        replaces_attention = route.backend in ATTENTION_BACKENDS
+        attention = register_attention(route.previous, route.backend) if replaces_attention else route.previous
+        upstream.set_attn_implementation(model, attention)
+        install_state_layers(model, along_tree=route.states == "tree")
+        flat.repeats = repeats_prefixes(model)
+        setattr(model, ATTRIBUTE, flat)
+        if not flat._is_called:
+            flat._bind()
+        return flat
+
+    @property
+    def why_whole(self) -> str:
+        """Why the model cannot compute a flat batch in slices, one after another; empty if it can."""
+        if self.route.backend not in ATTENTION_BACKENDS:
+            return f"its attention is computed by {self.route}, which takes no keys of earlier slices"
+        config, why = self.model.config.get_text_config(), "it has layers that hand a state on from token to token, and"
+        if vars(config).get("layerdrop"):
+            return "it leaves out layers at random (`layerdrop`), and other ones in each slice: set it to 0"
+        if not self.carries_state:
+            return ""
+        if self.repeats:
+            return f"{why} do not go along the tree"
+        if rotary_limits(config):
+            return f"{why} frequencies that follow the longest row"
+        return "" if self.group is None else f"{why} `sequence_parallel_size={self.group.size}`"
+
+    # --- the forward ------------------------------------------------------------------------------------------------
+
+    def _bind(self) -> None:
+        """Replace the model's forward with ours."""
+        depth, model = len(self.forwards), self.model
+        refuse_moved_head(model.forward)
+        self.forwards.append(model.forward)
+
+        @functools.wraps(type(model).forward)  # `generate` validates its arguments against this signature
+        @torch.compiler.disable(recursive=False)
+        def forward(self: PreTrainedModel, *args: object, **kwargs: object) -> object:
+            return vars(self)[ATTRIBUTE]._answer(depth, args, kwargs)
+
+        forward.depth = depth  # type: ignore[attr-defined]
+        model.forward = types.MethodType(forward, model)
+
+    @property
+    def _is_called(self) -> bool:
+        """Whether the model's forward is ours, or wraps ours."""
+        return mark_of(self.model, "depth") == len(self.forwards) - 1
+
+    def _answer(self, depth: int, args: tuple, kwargs: Inputs) -> object:
+        """Our forward that replaced `forwards[depth]`."""
+        batch = kwargs.pop("flat_batch", None)
+        if depth < len(self.forwards) - 1:  # called by a head that TRL has added since: the tokens are flat already
+            return self.forwards[depth](*args, **kwargs)
+        if batch is not None:
+            if args:
+                raise TypeError("Give the rows of a `flat_batch` to the model by name: `input_ids=...`.")
+            rows = kwargs.get("input_ids")
+            if rows is not None and rows.device != batch.input_ids.device:  # FSDP moves rows, but not the batch
+                batch = batch.to(rows.device, non_blocking=True)
+            self.edits.ask(batch, kwargs | {"labels": None} if self.is_pooled else kwargs)  # theirs are not of tokens
+        elif kwargs.get("fused_lm_head") and self.flatten is not None and kwargs.get("shift_labels") is None:
+            if args:
+                kwargs = by_name(self.forwards[-1], args, kwargs)
+            rows, mask = kwargs["input_ids"], kwargs.get("attention_mask")
+            batch = self.flatten(rows, torch.ones_like(rows) if mask is None else mask, kwargs["labels"])
+        elif self.padded is not None:
+            return self.padded.of_model(self.forwards[-1], args, kwargs)
+        else:
+            return self.forwards[-1](*args, **kwargs)
+        refuse_unanswerable(self.model, kwargs)
+        return flat_forward(self, self.begin_pass(batch), **kwargs)
+
+    def hidden_states(self, batch: FlatBatch, scored: torch.Tensor, **images: torch.Tensor) -> torch.Tensor:
+        """
+        The last hidden states of a flat batch, for a loss with its own head, such as a divergence over the vocabulary.
+
+        Args:
+            batch (`FlatBatch`):
+                The rows, on the device of the model.
+            scored (`torch.Tensor` of shape `(R, L-1)`, bool):
+                Which tokens of each row, padded as TRL pads it, are scored, from the second token on. May be on the CPU
+                to avoid waiting for the device.
+            **images:
+                Image arguments of the model, if the batch has images.
+
+        Returns:
+            `(1, N, H)`: the hidden state that predicts each scored token, row by row. A token that several rows share
+            is computed once, and returned once for each of them.
+
+        Raises:
+            `ValueError`: `scored` has another shape.
+        """
+        if (shape := (len(batch.row_mask), batch.row_mask.size(1) - 1)) != scored.shape:
+            raise ValueError(
+                f"`scored` has shape {tuple(scored.shape)}, and the rows of this batch have the shape {shape} from "
+                "their second tokens on: give `labels[:, 1:] != -100`, or another mask of that shape."
+            )
+        places = scored.nonzero().T
+        if places.device.type == "cpu":  # nothing waits for the device if the host knows what is scored
+            places = on_device(places, batch.row_index.device)
+        index = batch.row_index[tuple(places)]
+        arguments: Inputs = images if batch.images is None else batch.images.arguments(images)
+        with flat_backbone(self, self.begin_pass(batch), lambda hidden: hidden[:, index.to(hidden.device)]):
+            return self.model.base_model(**arguments, **flat_inputs(self, batch)).last_hidden_state
+
+    def begin_pass(self, batch: FlatBatch) -> FlatBatch:
+        """Begin a pass: set the layers that recompute, and return `batch` as this model can compute it."""
+        if torch.is_grad_enabled():
+            self.has_trained = True
+            self.set_recompute(batch.schedule)
+        if batch.schedule.cuts and self.why_whole:  # made for another model
+            return replace(batch, schedule=Schedule())
+        return batch
+
+    def set_recompute(self, schedule: Schedule) -> None:
+        """Checkpoint as many of the first layers as a schedule says, whatever TRL has set."""
+        if schedule.recompute is not None:
+            recompute_first(self.recomputable, schedule.recompute)
+
+    @contextmanager
+    def flattening(self, flatten: Flattener) -> Iterator[None]:
+        """Within this context, `flatten` makes flat batches for calls of TRL's head that bring none."""
+        before, self.flatten = self.flatten, flatten
+        try:
+            yield
+        finally:
+            self.flatten = before
+
+    @contextmanager
+    def must_train(self, trainer: Any) -> Iterator[None]:
+        """Raise if a training step of `trainer` within this context computes no flat batch here."""
+        self.has_trained = False
+        yield
+        if not self.has_trained:
+            if self.model not in trainer.model.modules():
+                raise RuntimeError(
+                    "`trainer.model` was replaced: make the trainer again, of the new model, and without `model_init`."
+                )
+            raise RuntimeError(
+                f"A training step of {type(trainer).__name__} computed no flat batch, but rows with padding: its loss "
+                f"called {type(self.model).__name__} neither with the `flat_batch` of its inputs nor, as trainers that "
+                "generate do, with `labels` and `fused_lm_head=True`. Have it do so, or set `padding_free=False`."
+            )
+
+    @contextmanager
+    def attention_as_before(self) -> Iterator[None]:
+        """Within this context, the model has the attention implementation that it was loaded with."""
+        ours = upstream.attn_implementation(self.model)
+        upstream.set_attn_implementation(self.model, str(ours))  # a `StandIn` reads as the name that it stands in for
+        try:
+            yield
+        finally:
+            upstream.set_attn_implementation(self.model, ours)
+
+
+@contextmanager
+def keys_noted(model: PreTrainedModel) -> Iterator[list[tuple[torch.nn.Module, int, int]]]:
+    """Within this context, the list collects layer, window, and bytes of keys and values of each attention call."""
+    noted: list[tuple[torch.nn.Module, int, int]] = []
+    flat = FlatModel.of(model)
+    assert flat is not None
+
+    def note(attend: Attention, context: PassContext, layer, module, query, key, value, **kwargs: Any):
+        noted.append((layer, kwargs.get("sliding_window") or NO_WINDOW, key.nbytes + value.nbytes))
+        return attend(module, query, key, value, **kwargs)
+
+    with attributes_set([(flat, "watch", note)]):
+        yield noted

@@ -1,0 +1,293 @@
+"""Between TRL's call of a model and its backbone: rows in, flat through the model, rows out.
+
+TRL's trainers call `model(input_ids=rows, ..., labels=rows, fused_lm_head=True)` and read one float per token, or
+`model(input_ids=rows, ...)` with a pooled head and read one float per row. With a `flat_batch` among the arguments, the
+model computes the flat tokens instead, and answers in the same rows.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from traceback import walk_tb
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput, ModelOutput
+
+from ...recurrent.layers import state_arguments
+from ...slices.decoder import NOISE, in_slices
+from .. import upstream
+from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
+from . import architecture
+from .masks import PassContext, backbone_mask, boundaries
+from .restored import Change, attributes_set
+
+if TYPE_CHECKING:
+    from trl.trainer.utils import FusedCausalLMOutput
+
+    from .flat_model import FlatModel
+
+# Fields of TRL's head with one value per scored token
+_PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+# Arguments for padded rows, which the flat batch replaces; TRL passes the margins of pairs to the backbone
+_ROW_ARGUMENTS = ("attention_mask", "position_ids", "margin", *architecture.TYPE_ROWS)
+# Packages that a model's own forward runs through, besides the one that defines its class
+_LIBRARIES = (
+    __name__.partition(".")[0],
+    "torch",
+    "transformers",
+    "trl",
+    "peft",
+    "accelerate",
+    "contextlib",
+    "functools",
+)
+# Messages of the RuntimeErrors by which libraries that PyTorch calls report a failed allocation
+_FAILURES = re.compile(r"can't allocate memory|out of memory|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED", re.IGNORECASE)
+
+
+def is_pooled(model: PreTrainedModel) -> bool:
+    """Whether the head of `model` reads one token per row, as in sequence classification, and scores no tokens."""
+    return model.get_output_embeddings() is None
+
+
+def flat_forward(
+    flat_model: "FlatModel",
+    batch: FlatBatch,
+    *,
+    input_ids: torch.Tensor | None = None,
+    labels: torch.Tensor | None = None,
+    fused_lm_head: bool = False,
+    **kwargs: object,
+) -> ModelOutput:
+    """
+    Compute a flat batch and answer in rows.
+
+    Returns what the model's own forward returns for the padded rows: with `fused_lm_head=True`, TRL's
+    [`~trl.trainer.utils.FusedCausalLMOutput`] with fields of shape `(R, L-1)`, 0 where nothing is scored; with a pooled
+    head, the model's own output with logits of shape `(R, labels)`; otherwise with logits of shape
+    `(R, L, vocabulary)`, 0 beyond the end of each row, and with the loss if there are `labels`.
+    """
+    other_arguments: Inputs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
+    if batch.images is not None:
+        other_arguments = batch.images.arguments(other_arguments)
+    elif other_arguments.get("pixel_values") is not None:
+        raise ValueError(
+            "The call has `pixel_values`, and its flat batch knows of no images: have TRL's pass call the model, which "
+            "says whose they are, or set `padding_free=False`."
+        )
+    if flat_model.group is not None and not fused_lm_head:
+        raise ValueError(
+            f"`sequence_parallel_size={flat_model.group.size}`: processes have slices of the tokens, and no logits of "
+            "rows. Leave out what wants these, such as `compute_metrics` and `predict`, or set it to 1."
+        )
+    given = {} if labels is None else {"labels": labels}
+    if flat_model.is_pooled:
+        assert input_ids is not None
+        return _pooled(flat_model, batch, input_ids, other_arguments | given)
+    if not fused_lm_head:
+        for_head = batch.tokens_to_rows if given else None  # losses read rows
+        with flat_backbone(flat_model, batch, for_head, calls_decoder=True):
+            outputs = flat_model.forwards[-1](**other_arguments, **given, **flat_inputs(flat_model, batch))
+        logits = outputs.logits
+        if given:
+            logits = torch.where(batch.row_mask.to(logits.device)[..., None], logits, 0)
+        else:
+            logits = batch.tokens_to_rows(logits)
+        return type(outputs)(logits=logits, **{name: outputs[name] for name in ("loss", "aux_loss") if name in outputs})
+    assert labels is not None
+    return scored_in_rows(flat_model, batch, labels, other_arguments)
+
+
+def scored_in_rows(
+    flat_model: "FlatModel", batch: FlatBatch, labels: torch.Tensor, other_arguments: Inputs
+) -> "FusedCausalLMOutput":
+    """
+    The output of TRL's fused head, in rows, for a batch from `begin_pass` and the `other_arguments` of the call: its
+    [`~trl.trainer.utils.FusedCausalLMOutput`] with fields of shape `(R, L-1)`, 0 except where `labels` are scored, and
+    the loss that padded rows would give.
+    """
+    group, model = flat_model.group, flat_model.model
+    own = batch if group is None else group.own_share(batch, model.config.get_text_config())
+    own_draws = nullcontext() if group is None or not model.training else group.drawing_apart(model)
+    size = batch.schedule.head_chunk or own.shift_labels.size(1)
+    chunks: list[torch.Tensor] = []
+    outputs = []
+
+    def first_chunk(states: torch.Tensor) -> torch.Tensor:
+        scored = own.scored_of(states)
+        chunks.extend(scored.split(size, 1) if size < scored.size(1) else [scored])
+        return chunks[0]
+
+    head = partial(flat_model.forwards[-1], **other_arguments, **flat_inputs(flat_model, own), fused_lm_head=True)
+    first, *others = own.shift_labels.split(size, 1)
+    with own_draws, flat_backbone(flat_model, own, first_chunk) as answers:
+        outputs.append(head(shift_labels=first))
+        for hidden, targets in zip(chunks[1:], others, strict=True):
+            answer = BaseModelOutput(last_hidden_state=hidden)
+            with attributes_set([(model.base_model, "forward", lambda answer=answer, **_: answer)]):
+                # The first chunk's call has returned the router loss of all tokens
+                outputs.append(head(shift_labels=targets, output_router_logits=False))
+    values = {name: torch.cat([x[name] for x in outputs], 1) for name in _PER_TOKEN if name in outputs[0]}
+    aux_loss = outputs[0].aux_loss
+    if group is not None:
+        values = group.gather_scored(values, batch)
+        if aux_loss is not None:  # the router loss is no sum over slices: it needs all tokens at once
+            routers = tuple(group.gather_tokens(x, batch) for x in answers[0]["router_logits"])
+            aux_loss = upstream.router_loss(model, routers, batch.token_rows)
+    label_mask = (labels[:, 1:] != IGNORE_INDEX).to(values["log_probs"].device)
+    in_rows = {name: torch.where(label_mask, batch.scored_to_rows(x), 0) for name, x in values.items()}
+    num_items = other_arguments.get("num_items_in_batch")
+    # For callers that want the model's own loss: most TRL trainers compute theirs from the values in rows
+    loss = -in_rows["log_probs"].sum() / (label_mask.sum().clamp(min=1) if num_items is None else num_items)
+    if aux_loss is not None:
+        share = architecture.config_value(model.config.get_text_config(), "router_aux_loss_coef")
+        loss = loss + (share or 0.0) * aux_loss
+    return replace(outputs[0], **in_rows, label_mask=label_mask, loss=loss, aux_loss=aux_loss)
+
+
+def flat_inputs(flat_model: "FlatModel", batch: FlatBatch) -> dict[str, torch.Tensor]:
+    """The model's arguments that are flat tensors."""
+    # Not a mask: the number of rows that contain each token, its weight in TRL's router loss. A hook gives the backbone
+    # the real mask
+    positions = batch.position_ids
+    if batch.images is not None:
+        positions = batch.images.positions(flat_model.model, positions, batch.layout)
+    return {"input_ids": batch.input_ids, "position_ids": positions, "attention_mask": batch.token_rows}
+
+
+def _pooled(flat_model: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, arguments: Inputs) -> ModelOutput:
+    """
+    The output of a head that reads one token of each row.
+
+    transformers finds that token by its id, not by the mask: the last one that is not the padding token, or else the
+    first. If a row ends in its padding token (pad = eos), the head reads the token before it, as it does with padding.
+    """
+    if batch.empty_rows:
+        raise ValueError(f"{batch.empty_rows} of {len(batch.row_mask)} rows have no token to read: leave them out.")
+    is_token = (input_ids != flat_model.model.config.get_text_config().pad_token_id) & batch.row_mask
+    last = (torch.arange(input_ids.size(1), device=input_ids.device) * is_token).argmax(1, keepdim=True)
+    positions = batch.row_index.gather(1, last)
+
+    def read(hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.squeeze(0)[positions.to(hidden.device)]
+
+    with flat_backbone(flat_model, batch, read, swapped=flat_inputs(flat_model, batch)):
+        return flat_model.forwards[-1](**arguments, input_ids=input_ids.gather(1, last))
+
+
+@contextmanager
+def layout_arguments(flat_model: "FlatModel", batch: FlatBatch) -> Iterator[Inputs]:
+    """
+    Within this context, a backbone may compute a batch by its schedule. Yields the backbone's arguments that carry
+    the layout: in most routes, a mask.
+    """
+    model, layout, backend = flat_model.model, batch.layout, flat_model.route.backend
+    context = PassContext(layout, flat_model.group, watch=flat_model.watch)
+    arguments: Inputs = {"use_cache": False}
+    if flat_model.carries_state:
+        arguments |= state_arguments(model, context)
+    if "attention_mask" not in arguments:
+        config = model.config.get_text_config()
+        arguments["attention_mask"] = backbone_mask(backend, context, config, model.dtype, flat_model.carries_state)
+
+    def give_boundaries(module, args, kwargs):
+        return args, {**kwargs, **boundaries(layout)}
+
+    with ExitStack() as hooks:
+        changes: list[Change] = []
+        if batch.images is not None:
+            changes.append(batch.images.features_in_order(model))
+        embeddings = model.get_input_embeddings()
+        # NEFTune divides its noise by the square root of the row length: use that of the padded rows, not the flat one
+        if (alpha := vars(embeddings).get(NOISE)) is not None:
+            row_alpha = alpha * math.sqrt(batch.input_ids.size(1) / (batch.packed or batch.row_index.size(1)))
+            changes.append((embeddings, NOISE, row_alpha))
+        if batch.schedule.cuts:
+            changes.append(in_slices(model, batch, flat_model.group))
+        if changes:
+            hooks.enter_context(attributes_set(changes))
+        if backend == "positions":  # by transformers' own arguments, in place of a mask
+            if architecture.takes_images(model):  # past the vision tower, which would take them as its own
+                hooks.enter_context(
+                    architecture.decoder_of(model).register_forward_pre_hook(give_boundaries, with_kwargs=True)
+                )
+            else:
+                arguments |= boundaries(layout)
+        try:
+            yield arguments
+        except (IndexError, RuntimeError, ValueError) as error:
+            if (explained := _explained(model, batch, error)) is error:
+                raise
+            raise explained from error
+
+
+@contextmanager
+def flat_backbone(
+    flat_model: "FlatModel",
+    batch: FlatBatch,
+    for_head: Callable[[torch.Tensor], torch.Tensor] | None,
+    calls_decoder: bool = False,
+    swapped: Inputs | None = None,
+) -> Iterator[list[BaseModelOutput]]:
+    """
+    Within this context, the model's backbone knows the layout and returns only what the head needs: `for_head` of the
+    hidden states `(1, T, H)`, or all of them if `None`. Yields a list that collects what the backbones return.
+
+    Set `calls_decoder` if the model's own forward is called, which may call the decoder inside the backbone. `swapped`
+    overrides arguments that the head passes to the backbone.
+    """
+    model = flat_model.model
+    # The forward of some models (OPT) calls the decoder within the backbone that TRL's head calls
+    backbones = {model.base_model, architecture.decoder_of(model) if calls_decoder else model.base_model}
+    answers: list[BaseModelOutput] = []
+
+    def give_head(module, args, outputs):
+        # Only once: backbones may be nested, and are called again for each chunk of scored tokens
+        if for_head is not None and not answers:
+            outputs.last_hidden_state = for_head(outputs.last_hidden_state)
+        answers.append(outputs)
+        return outputs
+
+    with layout_arguments(flat_model, batch) as arguments, ExitStack() as hooks:
+
+        def give_layout(module, args, kwargs):
+            if args:  # some heads pass `input_ids` by position
+                kwargs = architecture.by_name(module.forward, args, kwargs)
+            return (), {**kwargs, **(swapped or {}), **arguments}
+
+        for backbone in backbones:
+            hooks.enter_context(backbone.register_forward_pre_hook(give_layout, with_kwargs=True))
+            hooks.enter_context(backbone.register_forward_hook(give_head))
+        yield answers
+    if not answers:
+        raise ValueError(
+            f"The forward of {type(model).__name__} calls neither its `base_model` nor its decoder, so nothing tells "
+            "its layers of the flat batch: call it with `fused_lm_head=True`, or set `padding_free=False`."
+        )
+
+
+def is_allocation_failure(error: BaseException) -> bool:
+    """Whether an error of PyTorch, or of a library that it calls, says that memory ran out."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and _FAILURES.search(str(error)) is not None
+    )
+
+
+def _explained(model: PreTrainedModel, batch: FlatBatch, error: Exception) -> Exception:
+    """The error that a model raised on a flat row, explained if the row exceeds the model's position limit."""
+    length, limits = batch.input_ids.size(1), architecture.position_limits(model)
+    if not limits or length <= min(limits) or is_allocation_failure(error):
+        return error
+    packages = {frame.f_globals["__name__"].partition(".")[0] for frame, _ in walk_tb(error.__traceback__)}
+    if packages - {*_LIBRARIES, type(model).__module__.partition(".")[0]}:
+        return error  # from the user's own hook
+    return ValueError(
+        f"{type(model).__name__} cannot compute a flat row of {length} tokens, more than the {min(limits)} positions "
+        f"of its configuration ({type(error).__name__}: {error}). Use smaller batches, in training also "
+        f"`max_tokens_per_micro_batch={min(limits)}`, or set `padding_free=False`."
+    )

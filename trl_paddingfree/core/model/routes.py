@@ -1,0 +1,167 @@
+"""Routes: how a model computes flat batches, the reasons against each, and which to try."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ...recurrent.layers import can_go_along_tree, state_heads, state_layers
+from .. import upstream
+from . import architecture, attention
+from .masks import ATTENTION_BACKENDS, BACKENDS, BackendName
+
+logger = logging.get_logger(__name__)
+
+_DESCRIPTIONS: dict[BackendName, str] = {
+    "flash": "{previous} over segments",
+    "varlen": "PyTorch's flash attention kernel over segments",
+    "segment": "{previous} over segments of like shape",
+    "positions": "{previous}, told of sequences by their `position_ids`",
+    "mask": "{previous} under a dense 4-D mask",
+}
+
+
+def describe(backend: BackendName, previous: str) -> str:
+    """A description of what a backend does on a model loaded with the attention implementation `previous`."""
+    return f"{backend}: {_DESCRIPTIONS[backend].format(previous=previous)}"
+
+
+def takes_boundaries(previous: str) -> bool:
+    """Whether an attention implementation takes boundaries, not masks: flash attention and kernels from the hub."""
+    return "flash" in previous or "/" in previous
+
+
+@dataclass(frozen=True)
+class Route:
+    """How a model computes flat batches."""
+
+    backend: BackendName
+    previous: str  # the attention implementation that the model was loaded with
+    prefix_sharing: bool  # whether prefixes that rows share are computed once
+    states: Literal["tree", "rows"] = "rows"  # "tree": layers that carry state compute shared prefixes once, if able
+
+    def __str__(self) -> str:
+        states = ", states along the tree" if self.states == "tree" else ""
+        return f"{describe(self.backend, self.previous)}, {'' if self.prefix_sharing else 'no '}shared prefixes{states}"
+
+    def without_sharing(self) -> "Route":
+        """The same route without shared prefixes."""
+        return replace(self, prefix_sharing=False)
+
+
+def reasons_against(
+    model: PreTrainedModel, previous: str, dtype: torch.dtype, device: torch.device
+) -> dict[BackendName, list[str]]:
+    """Why each backend cannot serve a model loaded with `previous` whose attention runs in `dtype` on `device`."""
+    reasons: dict[BackendName, list[str]] = {name: [] for name in BACKENDS}
+
+    def note(reason: str, *names: BackendName) -> None:
+        for name in names:
+            reasons[name].append(reason)
+
+    if not upstream.takes_attention_function(model):
+        note(f"{type(model).__name__} does not use transformers' `AttentionInterface`", *ATTENTION_BACKENDS)
+    if takes_boundaries(previous):
+        note(f"the model was loaded with `attn_implementation={previous!r}`, which does the same", "varlen")
+        note(f"`attn_implementation={previous!r}` takes no mask: load the model with 'sdpa'", "segment", "mask")
+    else:
+        how = "load it with 'flash_attention_2' (`pip install flash-attn`), another version of it, or a hub kernel"
+        note(f"the model was loaded with `attn_implementation={previous!r}`: {how}", "flash", "positions")
+    if previous != "sdpa":
+        note(f"it stands in for 'sdpa', and the model was loaded with {previous!r}", "varlen")
+    if reason := attention.why_no_varlen(device):
+        note(reason, "varlen")
+    if dtype not in (torch.float16, torch.bfloat16):
+        note(f"attention runs in {dtype}, the kernel needs float16 or bfloat16", "varlen")
+    if dropout := architecture.attention_dropout(model):
+        what = f"attention has a dropout of {dropout}, and the kernel has none"
+        note(f"{what}: set it to 0 in the model's configuration", "varlen")
+    if previous == "flex_attention":
+        note("flex_attention takes block masks: load the model with 'sdpa'", "segment", "mask")
+    return reasons
+
+
+def choose_route(
+    model: PreTrainedModel,
+    backend: str = "auto",
+    *,
+    prefix_sharing: bool = True,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> Route:
+    """
+    Choose how `model` computes flat batches: `"auto"` takes the fastest backend that can serve it; a backend given by
+    name is used, or rejected with every reason against it (`ValueError`). Attention will run in `dtype` on `device`, by
+    default the model's.
+    """
+    previous = str(upstream.attn_implementation(model))  # a `StandIn` reads as the name that it stands in for
+    if model.base_model is model:
+        raise ValueError(
+            f"{type(model).__name__} keeps its backbone under another name than its `base_model_prefix` "
+            f"({model.base_model_prefix!r}), and TRL's fused LM head does not find it, with padding or without. Set "
+            "`model.base_model_prefix = 'model'` before you make the trainer."
+        )
+    if backend not in ("auto", *BACKENDS):
+        raise ValueError(f"`flat_attention={backend!r}` is not one of 'auto', {', '.join(map(repr, BACKENDS))}.")
+    device = device or model.device
+    reasons = reasons_against(model, previous, dtype or model.dtype, device)
+    if backend == "varlen":  # "auto" may still take it for those layers that it can serve
+        beyond = architecture.beyond_varlen(model)
+        reasons["varlen"] += [f"attention has {what}, and the kernel has not" for what in beyond]
+    wanted = [name for name in BACKENDS if backend in ("auto", name)]
+    if (chosen := next((name for name in wanted if not reasons[name]), None)) is None:
+        listed = "\n    ".join(dict.fromkeys(reason for name in wanted for reason in reasons[name]))
+        raise ValueError(f"`flat_attention={backend!r}` cannot serve this model:\n    {listed}")
+    if backend == "auto" and chosen == "segment" and device.type == "cuda":
+        logger.warning_once(
+            f"{type(model).__name__} trains by «{describe(chosen, previous)}», because PyTorch's flash attention "
+            f"cannot serve it: {'; '.join(reasons['varlen'])}. That is exact, but calls attention once for each group "
+            "of segments in place of once for all: the more the lengths of a batch differ, the slower."
+        )
+    shares = prefix_sharing and not why_not_to_share(chosen, previous)
+    return Route(chosen, previous, shares, "tree" if any(map(can_go_along_tree, state_layers(model))) else "rows")
+
+
+def why_not_to_share(backend: BackendName, previous: str) -> str:
+    """Why a backend rules out sharing prefixes, on any model; empty if only a check can tell."""
+    if backend == "positions":
+        return f"{previous!r} is told of sequences, not of trees; load the model with 'sdpa' to share them"
+    return ""
+
+
+def refuse_unsliceable(model: PreTrainedModel, route: Route, size: int) -> None:
+    """Reject, before anything is exchanged, a model that `size` processes cannot compute in slices by a route."""
+    heads, reason = architecture.config_value(model.config.get_text_config(), "num_attention_heads"), ""
+    states = state_heads(model)
+    whole = sorted({type(layer).__name__ for layer in state_layers(model) if not can_go_along_tree(layer)})
+    if route.backend not in ATTENTION_BACKENDS:
+        reason = f"its attention is computed by {route}, which does not take some heads of all tokens"
+    elif whole:
+        reason = f"its layers of the class {' and '.join(whole)} hand a state on from token to token within whole rows"
+    elif states is not None and states < size:
+        reason = f"its layers that carry state have {states} heads, of which each process needs one"
+    elif isinstance(heads, int) and heads < size:
+        reason = f"it has {heads} attention heads, of which each process needs one"
+    elif any(vars(layer).get("attn_temperature_tuning") for layer in architecture.attention_layers(model)):
+        reason = "its layers scale queries by their place on the axis, which slices do not know"
+    if reason:
+        raise ValueError(
+            f"`sequence_parallel_size={size}` cannot serve {type(model).__name__}: {reason}. Set it to less, or to 1."
+        )
+
+
+def routes_to_try(model: PreTrainedModel, route: Route, *, fallback: bool = True) -> list[Route]:
+    """`route` with and without sharing, then slower backends if `fallback`; states along the tree come first."""
+    backends: list[BackendName] = [route.backend]
+    if fallback:  # backends that ask less of a model: its own attention over segments, or with its own arguments
+        backends += ["segment"] if route.backend == "varlen" else []
+        backends += ["positions" if takes_boundaries(route.previous) else "mask"]
+    routes: list[Route] = []
+    for backend in dict.fromkeys(backends):
+        shares = route.prefix_sharing and not why_not_to_share(backend, route.previous)
+        for sharing in (True, False) if shares else (False,):
+            alike = replace(route, backend=backend, prefix_sharing=sharing)
+            routes += [alike, replace(alike, states="rows")] if route.states == "tree" else [alike]
+    return routes

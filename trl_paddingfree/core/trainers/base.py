@@ -1,0 +1,298 @@
+"""Base of the padding-free trainers. `docs/how_it_works.md` follows a training step, function by function."""
+
+import inspect
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from datasets import Dataset
+from transformers import PreTrainedModel, Trainer
+
+from ...budgets.needs import HeadBytes, fused_head
+from ...budgets.planner import MemoryPlanner
+from ...budgets.steps import Part, weigh_last_batch
+from ...groups.form import refuse_ungrouped
+from ...images.check import ImageProbe
+from ...images.examples import has_images
+from ...images.model import rules_of_all
+from ...images.rows import VisionRules
+from ...resuming.checkpoints import append_to_card, checkpoint_to_resume, invalidate, naming_weights
+from ..data.lengths import AnyDataset
+from ..data.task import Task
+from ..flat.batch import Inputs
+from ..flat.counts import BatchCounts, of_all_processes
+from ..model.restored import attributes_set
+from ..versions import naming_versions, refuse_moved_names
+from . import refusals
+from .configs import Arguments, PaddingFreeOptions, config_of, given_datasets, silence
+from .engine import base_of
+from .runtime import Runtime, when_flat
+
+
+class FlatTrainer(Trainer):
+    """
+    Base of the padding-free trainers, mixed in before TRL's: same arguments, losses, metrics and gradients.
+
+    Without a configuration, or with one of TRL's, our options have their defaults. With `padding_free=False`, the
+    default of TRL's `DPOConfig` and `SFTConfig`, the trainer pads as TRL's does. TRL's own collator is replaced; any
+    other must return flat batches. Arguments that rule out flat batches raise a `ValueError` that names what to change,
+    a model that does not keep their rows apart an [`UnprovenModelError`], a training step that computes no flat batch a
+    `RuntimeError`, and a release of TRL that has moved a name we need an `ImportError`. A subclass names TRL's trainer
+    and configuration, and its own task and configuration.
+    """
+
+    task: Task
+    trl_trainer: Any  # TRL's trainer class
+    trl_config: Any  # and its configuration class
+    config_class: Any  # our configuration class
+    takes_sequence_parallel: ClassVar[bool] = False  # whether groups of processes may compute its batches
+    head_bytes: ClassVar[Callable[..., HeadBytes]] = staticmethod(fused_head)  # memory of the head, given the models
+    changed_by_loss: ClassVar[tuple[str, ...]] = ()  # attributes that TRL's loss updates
+    extremes: ClassVar[dict[str, Callable[..., float]]] = {}  # metrics that are a `min` or `max` over a micro-batch
+    differences: ClassVar[dict[str, tuple[str, str]]] = {}  # metrics that are the difference of two others
+    flat: Runtime
+    args: Any  # one of TRL's configurations
+    train_dataset: Dataset
+    model: PreTrainedModel
+    ref_model: Any = None
+    _total_train_tokens: int  # set by TRL's trainers
+    aux_loss_enabled: bool = False
+    router_aux_loss_coef: float = 0.0
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if "trl_trainer" in vars(cls):
+            refuse_moved_names(cls)
+            cls.__signature__ = inspect.signature(cls.trl_trainer)  # type: ignore[attr-defined]
+
+    if not TYPE_CHECKING:  # editors and type checkers see the constructor of TRL's trainer
+
+        def __init__(self, *args, **kwargs):
+            """Bind the arguments to TRL's signature, run its `__init__`, and make the trainer flat."""
+            bound = inspect.signature(self.trl_trainer).bind(*args, **kwargs).arguments
+            self._init(bound.pop("kwargs", {}) | bound)  # some of TRL's experimental trainers pass theirs on
+
+    @naming_versions()
+    def _init(self, arguments: Arguments) -> None:
+        silence()
+        arguments["args"] = config = config_of(type(self), arguments)
+        is_ours = isinstance(config, PaddingFreeOptions)
+        options: Any = config if is_ours else PaddingFreeOptions(prefix_sharing=self.config_class.prefix_sharing)
+        self.flat = Runtime(options, pads=not vars(config).get("padding_free", True))  # not all of TRL's have the flag
+        refuse_ungrouped(type(self), options.sequence_parallel_size, self.flat.pads, arguments)
+        if self.flat.pads:
+            refusals.warn_of_padding(type(self), config)
+            super().__init__(**arguments)
+            return
+        self.refuse_arguments(arguments)
+        # It would pad (DPO), or refuse `max_length` (SFT)
+        with attributes_set([(config, "padding_free", False)]), self.flat.checkpointing(config):
+            super().__init__(**arguments)
+        refuse_moved_names(type(self), self)
+        refusals.warn_of_precision(self.accelerator.mixed_precision, config)
+        self.padding_free = True
+        self.start_flat()
+        bases = [self.flat_base(model) for model in self.flat_models()]
+        # TRL drops the reference once its log-probabilities are precomputed
+        self.flat.models = [flat for flat in self.flat.models if flat.model in bases]
+        self.refuse_data(given_datasets(arguments))
+        self.refuse_options()
+        refusals.refuse_lost_router_loss(self.flat.options, self.args, FlatTrainer.coupled_by(self))
+        self.flat.plan_if_placed(self)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.flat.place(self.accelerator)
+
+    def refuse_arguments(self, arguments: Arguments) -> None:
+        """Refuse arguments of the trainer that cannot be combined with flat batches, or with a budget."""
+        collator = self.collator_of(has_images(arguments.get("train_dataset")))
+        refusals.refuse_unflattenable(arguments, self.task, collator)
+        refusals.refuse_beside_budget(self.flat.options, arguments["args"])
+        if self.task.vision_collator is None:
+            refusals.refuse_images(arguments)
+
+    def collator_of(self, with_images: bool) -> type:
+        """The collator class that makes flat batches of data with or without images."""
+        return (self.task.vision_collator if with_images else None) or self.task.collator
+
+    def images_to_try(self) -> ImageProbe | None:
+        """Examples with images for the check; `None` for text."""
+        return None
+
+    def image_rules(self) -> VisionRules:
+        """How the models treat images, which flat batches have to follow."""
+        return rules_of_all([self.flat_base(model) for model in self.flat_models()])
+
+    def coupled_by(self) -> list[str]:
+        """Options under which an example's loss depends on the others in its micro-batch: here, losses of routers."""
+        return [f"`router_aux_loss_coef={self.router_aux_loss_coef}`"] if self.aux_loss_enabled else []
+
+    def refuse_options(self) -> None:
+        """Refuse options that would change losses or gradients, such as moving examples between micro-batches."""
+        raise NotImplementedError
+
+    def refuse_data(self, datasets: list[tuple[str, AnyDataset]]) -> None:
+        """Refuse data, as passed by the user, that the model cannot compute."""
+
+    def flat_models(self) -> list[torch.nn.Module]:
+        """The models that compute batches, wrapped or not: the trained one first."""
+        return [self.model] if self.ref_model is None else [self.model, self.ref_model]
+
+    def flat_base(self, model: torch.nn.Module) -> PreTrainedModel:
+        """The transformers model under the wrappers of PEFT, DDP, DeepSpeed and torch.compile."""
+        return base_of(self.accelerator, model)
+
+    def start_flat(self) -> None:
+        """Prove the models, and have them compute flat batches."""
+        self.flat.start(self)
+
+    def refuse_small_budget(self, planner: MemoryPlanner) -> None:
+        """Refuse a budget that a known example does not fit into."""
+        raise NotImplementedError
+
+    # --- a training step --------------------------------------------------------------------------------------------
+
+    @when_flat
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        if not self.flat.is_planned:  # planning had to wait for the weights
+            self.flat.prove(self, model)
+            self.flat.plan(self, model)
+        step = partial(super().training_step, model, num_items_in_batch=num_items_in_batch)
+        if not self.flat.has_begun:  # what was changed since the trainer was made counts, also as `train()` began
+            self.flat.has_begun, self.flat.has_hooks = True, None
+            self.flat.counts.logged_at = time.perf_counter()
+            self.refuse_options()
+        parts = self.parts_of(inputs, is_normalized=num_items_in_batch is not None)
+        with self.flat.trained.must_train(self):
+            loss = step(parts[0].inputs) if self.flat.steps is None else self.flat.steps.run(step, parts)
+        self.refuse_edits()
+        return loss
+
+    @when_flat
+    def prediction_step(self, model, inputs, *args, **kwargs):
+        weigh_last_batch(self, inputs)
+        outputs = super().prediction_step(model, inputs, *args, **kwargs)
+        self.refuse_edits()
+        return outputs
+
+    def refuse_edits(self) -> None:
+        """Refuse rows that were edited after they became flat. Waits only if the loss read nothing from the device."""
+        for flat_model in self.flat.models:
+            flat_model.edits.read()
+
+    def parts_of(self, inputs: Inputs, is_normalized: bool) -> list[Part]:
+        """
+        The parts of a micro-batch, computed one after another; a single one without a budget. Processes whose backward
+        passes are collective get the same number. `is_normalized`: the loss is divided by the tokens of the whole step.
+        """
+        return [Part(inputs)]
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        if self.flat.pads:  # without `when_flat`, because padded tokens are counted, too
+            if self.model.training:
+                self.flat.counts.new.append(self.padded_counts(inputs))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        if self.flat.check.unproven:  # evaluation may come before any step of training
+            self.flat.prove(self, model)
+        if self.flat.planner is not None:
+            inputs = self.scheduled(inputs, torch.is_grad_enabled())
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if (steps := self.flat.steps) is None:
+            return loss
+        if steps.planner.current is not None:  # around its reference pass, TRL turned checkpointing off and on again
+            self.flat.trained.set_recompute(steps.planner.current.schedule)
+        return loss if steps.part is None else steps.weighted(loss)
+
+    def scheduled(self, inputs: Inputs, trains: bool = False) -> Inputs:
+        """The inputs of a pass, with a flat batch that is scheduled within the budget."""
+        planner, batch = self.flat.planner, inputs.get("flat_batch")
+        return {**inputs, "flat_batch": planner.scheduled(batch, trains)} if planner and batch is not None else inputs
+
+    def padded_counts(self, inputs: Inputs) -> BatchCounts:
+        """The token counts of a padded micro-batch."""
+        raise NotImplementedError
+
+    # --- figures ----------------------------------------------------------------------------------------------------
+
+    @property
+    def method(self) -> str:
+        """How batches are computed, in words. A training step that computes them in another way raises an error."""
+        if (route := self.flat.route) is not None:
+            return f"padding-free ({route.backend}, {'' if route.prefix_sharing else 'no '}shared prefixes)"
+        return "TRL, without padding" if vars(self).get("padding_free") else "TRL, with padding"  # TRL sets it to pack
+
+    @property
+    def sample_unit(self) -> str:
+        """What a training micro-batch holds, in the plural, such as `"pairs"`."""
+        return self.task.unit
+
+    def total_counts(self) -> BatchCounts:
+        """Counts over training so far, of all processes. With padding, `distinct` is unknown, and 0."""
+        counts = BatchCounts(*of_all_processes(self.flat.counts.total.as_tuple(), self.accelerator).sum(0).tolist())
+        return counts if self.flat.pads or self.flat.trained.repeats else replace(counts, repeated=0)
+
+    @when_flat
+    def log(self, logs: dict[str, float], *args, **kwargs) -> None:
+        if self.model.training and {"loss", "learning_rate"} <= logs.keys():  # not what one process logs: all gather
+            logs |= self.flat.counts.figures(self.accelerator, self.flat.highest_peak, self.flat.trained.repeats)
+            if self.flat.planner is not None:
+                logs |= self.flat.planner.figures()
+        super().log(logs, *args, **kwargs)
+
+    @when_flat
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None):  # type: ignore[override]
+        tags = [tags] if isinstance(tags, str) else list(tags or [])
+        super().create_model_card(model_name, dataset_name, [*tags, "padding-free"])
+        if self.is_world_process_zero():
+            append_to_card(self.args.output_dir, self.method, self.flat.counts.total)
+
+    def get_tp_size(self) -> int:
+        return super().get_tp_size() * self.flat.options.sequence_parallel_size  # groups look like tensor parallelism
+
+    def _get_num_items_in_batch(self, *args, **kwargs):
+        with attributes_set([(self, "get_tp_size", super().get_tp_size)]):  # our `gather` counts each group once
+            return super()._get_num_items_in_batch(*args, **kwargs)
+
+    def floating_point_ops(self, inputs: Inputs) -> int:
+        is_counted = self.flat.group is None or self.flat.group.rank == 0  # transformers sums over all processes
+        return super().floating_point_ops(inputs) if is_counted else 0
+
+    # --- checkpoints: training resumes only from complete ones, with padding too ------------------------------------
+
+    @naming_versions()
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        refusals.refuse_adapters([] if self.flat.pads else self.flat_models())  # some may have been added since
+        self.flat.has_begun = False
+        with self.flat.checkpointing(self.args):
+            return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
+
+    def _save_checkpoint(self, *args, **kwargs):
+        if self.args.should_save:  # an older checkpoint is incomplete while it is overwritten
+            invalidate(self.args.output_dir, self.state.global_step)
+        super()._save_checkpoint(*args, **kwargs)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)  # makes the folder, and runs in every process
+        if self.flat.planner is not None:
+            self.flat.planner.save(output_dir)
+        # The trainer state, written next, marks a checkpoint as complete: all processes must have written their files
+        self.accelerator.wait_for_everyone()
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.flat.resumed_from = checkpoint
+            if self.flat.planner is not None:
+                self.flat.planner.restore(checkpoint)
+        super()._load_rng_state(checkpoint)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        with naming_weights(self, resume_from_checkpoint, self.model if model is None else model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        with naming_weights(self, self.state.best_model_checkpoint, self.model):
+            super()._load_best_model()

@@ -1,0 +1,251 @@
+"""The options that this package adds to TRL's configurations."""
+
+import inspect
+import sys
+import warnings
+from dataclasses import dataclass, field
+from numbers import Integral
+from types import NoneType
+from typing import Any, Literal, TypeAlias, get_args, get_type_hints
+
+from datasets import Dataset, IterableDataset
+from torch.utils.checkpoint import checkpoint
+from transformers import TrainingArguments
+from transformers.utils import is_torch_xla_available, logging
+from trl import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
+from trl.trainer.utils import get_config_model_id
+
+from ...budgets.device import has_accelerator
+from ...data_checks.validate import did_you_mean
+from ..data.lengths import AnyDataset
+from ..model.masks import BackendName
+
+logger = logging.get_logger(__name__)
+
+Arguments: TypeAlias = dict[str, Any]  # of TRL's trainers, by name
+
+SHARING = "Whether to compute a prefix once if several rows of a micro-batch start with it."
+
+
+# The values that a type allows, in words
+_ALLOWED: dict[type, str] = {bool: "`True` or `False`", int: "a whole number of at least 1", NoneType: "`None`"}
+# Minimum sizes: transformers would fail only after loading model and data. One token leaves nothing to predict
+_LEAST = {
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "max_length": 2,
+}
+# Options of checkpoints: PyTorch's, transformers' and TRL's
+_OF_CHECKPOINTS = {
+    "preserve_rng_state",
+    "every_n_layers",
+    "offload",
+    "selective",
+    *inspect.signature(checkpoint).parameters,
+}
+
+
+def silence() -> None:
+    """Silence the deprecation warnings for the old names by which TRL still calls gradient checkpointing."""
+    warnings.filterwarnings("ignore", message=".*checkpointing.* is deprecated", category=FutureWarning)
+
+
+def config_of(trainer_class: Any, arguments: Arguments) -> TrainingArguments:
+    """The configuration among a trainer's arguments; by default one of ours, with TRL's default `output_dir`."""
+    trl_trainer, trl_config = trainer_class.trl_trainer, trainer_class.trl_config
+    if (config := arguments.get("args")) is None:
+        model = arguments["model"]
+        name = model if isinstance(model, str) else get_config_model_id(model.config)
+        config = trainer_class.config_class(f"{name.split('/')[-1]}-{trl_trainer._name}")
+    if not isinstance(config, trl_config):
+        raise ValueError(
+            f"`args` is a {type(config).__name__}, and {trainer_class.__name__} takes a "
+            f"{trainer_class.config_class.__name__}, or TRL's {trl_config.__name__}."
+        )
+    refuse_wrong_options(config)  # again: attributes may have been set since it was made
+    losses, source = vars(config).get("loss_type") or (), inspect.getsource(sys.modules[trl_trainer.__module__])
+    for loss in [losses] if isinstance(losses, str) else losses:  # user-defined trainers may have others
+        if f'"{loss}"' not in source and trainer_class.__module__.startswith("trl_paddingfree."):
+            raise ValueError(f"`loss_type={loss!r}` is no loss that TRL's {trl_trainer.__name__} has.")
+    return config
+
+
+def refuse_wrong_options(config: Any) -> None:
+    """
+    Refuse invalid values of options, in a configuration of ours or of TRL's, and name the valid ones. The annotations
+    of this package's options define what is valid: `bool` allows `True` and `False`, `int` whole numbers of at least 1,
+    and `None` and the words of a `Literal` themselves.
+    """
+    values = vars(config)
+    if isinstance(config, PaddingFreeOptions):
+        config.memory_budget = checked_budget(config.memory_budget)
+    for name, hint in get_type_hints(PaddingFreeOptions).items():
+        if name not in values or name == "memory_budget":  # TRL's own configurations have only some of these
+            continue
+        value, kinds = values[name], _kinds(hint)
+        words = [kind for kind in kinds if isinstance(kind, str)]
+        expected = [f"one of {', '.join(map(repr, words))}"] if words else []
+        expected += [phrase for kind, phrase in _ALLOWED.items() if kind in kinds]
+        kind = type(value) if value is None or isinstance(value, bool) else value
+        if isinstance(kind, Integral) and int(kind) >= 1:
+            kind = int
+        if kind not in kinds:
+            meant = did_you_mean(str(value), words, f"{name}={{!r}}", 0.5)
+            raise ValueError(f"`{name}={value!r}` must be {' or '.join(expected)}.{meant}")
+    for name, least in _LEAST.items():
+        if isinstance(size := values.get(name), int) and size < least:
+            raise ValueError(f"`{name}={size}` must be at least {least}.")
+    kwargs = values.get("gradient_checkpointing_kwargs")
+    for name in set(kwargs) - _OF_CHECKPOINTS if isinstance(kwargs, dict) else ():
+        if meant := did_you_mean(name, _OF_CHECKPOINTS):
+            raise ValueError(f"`gradient_checkpointing_kwargs` has `{name}`, which checkpoints do not know.{meant}")
+
+
+def _kinds(hint: object) -> list[object]:
+    """The types and words that a type hint allows: a type, a union or a literal."""
+    members = get_args(hint)
+    return [kind for member in members for kind in _kinds(member)] if members else [hint]
+
+
+def checked_budget(budget: float | str | None) -> float | str | None:
+    """`memory_budget` as a number, `"auto"` or `None`; a command line gives numbers as strings."""
+    if budget is None or budget == "auto":
+        return budget
+    try:
+        gib = 0.0 if isinstance(budget, bool) else float(budget)
+    except (TypeError, ValueError):
+        gib = 0.0
+    if not 0 < gib < float("inf"):
+        raise ValueError(f"`memory_budget={budget!r}` must be a positive number of GiB, 'auto', or left out.")
+    return gib
+
+
+def given_datasets(arguments: Arguments) -> list[tuple[str, AnyDataset]]:
+    """The data sets among the arguments of a trainer, with their names."""
+    eval_dataset = arguments.get("eval_dataset")
+    eval_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
+    datasets = [("train", arguments.get("train_dataset")), *eval_datasets.items()]
+    # Other types are left for TRL to refuse
+    return [(name, dataset) for name, dataset in datasets if isinstance(dataset, Dataset | IterableDataset)]
+
+
+def train_where_one_can(config: TrainingArguments) -> None:
+    """
+    On a machine without an accelerator, choose the CPU and float32, and say so, unless the precision or `use_cpu` is
+    set. Otherwise, transformers would refuse TRL's default there: bfloat16 without `use_cpu`.
+    """
+    is_undecided = vars(config).get("bf16", False) is None and not config.fp16 and not config.use_cpu
+    if is_undecided and not has_accelerator() and not is_torch_xla_available():
+        config.use_cpu, config.bf16 = True, False
+        logger.warning_once("No accelerator: training on the CPU (`use_cpu=True, bf16=False`).")
+
+
+def option(default: object, meaning: str) -> Any:
+    """A dataclass field that the command line offers as an option, with a help text."""
+    return field(default=default, metadata={"help": meaning})
+
+
+@dataclass
+class PaddingFreeOptions:
+    """
+    Options of padding-free training, shared by all trainers and described by the help text of each field. A value that
+    its type does not allow raises a `ValueError`.
+
+    >>> from dataclasses import dataclass
+    >>> from trl import DPOConfig
+    >>> from trl_paddingfree import PaddingFreeOptions
+    >>> @dataclass
+    ... class OwnConfig(PaddingFreeOptions, DPOConfig):
+    ...     pass
+    >>> config = OwnConfig(output_dir="out", bf16=False, report_to="none", memory_budget=20)
+    >>> config.memory_budget, config.beta
+    (20.0, 0.1)
+    """
+
+    padding_free: bool = option(
+        True,
+        "Whether to compute real tokens only. If `False`, the trainer pads as TRL's does, and differs from it in "
+        "checkpoints only: half-written ones are refused, and weights are loaded by name.",
+    )
+    prefix_sharing: bool = option(True, SHARING)
+    flat_attention: Literal["auto", BackendName] = option(
+        "auto",
+        "How attention is computed over flat batches. 'auto' takes the fastest way for the model, its "
+        "`attn_implementation`, device and dtype that the start-up check finds exact; the name of a backend asks for "
+        "it, which is then used or refused.",
+    )
+    arrange_micro_batches: Literal["none", "tokens", "prefix"] = option(
+        "none",
+        "Which examples of an optimizer step share a micro-batch. 'none': as the sampler draws them. 'tokens': every "
+        "micro-batch gets about the same work, so that processes do not wait for each other. 'prefix': examples that "
+        "start alike meet, so that more is shared. The examples of each step, and their weights, stay the same.",
+    )
+    max_tokens_per_micro_batch: int | None = option(
+        None,
+        "Most tokens to compute at once. A larger micro-batch runs in as many parts as needed, and a part, a row or a "
+        "group of rows that is still larger in slices, one after another, with the same loss and gradients. All but "
+        "the last slice are computed once more in the backward pass, whatever `gradient_checkpointing` says.",
+    )
+    memory_budget: float | str | None = option(
+        None,
+        "GiB that training may use on each device; 'auto': what other processes leave of it, less a tenth. With it "
+        "each micro-batch recomputes the activations of only as many layers as it must, and one that does not fit even "
+        "so runs in parts, or in slices, with the same loss and gradients. `gradient_checkpointing` is then not read. "
+        "Without it, activations are kept or recomputed as TRL does it.",
+    )
+    sequence_parallel_size: int = option(
+        1,
+        "How many processes compute each micro-batch together, each a slice of its tokens, so that rows may be that "
+        "many times longer. Has to divide the processes; `per_device_train_batch_size` then counts for each group of "
+        "them. DPO and SFT only.",
+    )
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether steps keep within a budget of memory or of tokens."""
+        return self.memory_budget is not None or self.max_tokens_per_micro_batch is not None
+
+    def __post_init__(self):
+        silence()
+        refuse_wrong_options(self)
+        if isinstance(self, TrainingArguments):  # mixed in before one of TRL's configurations
+            train_where_one_can(self)
+            super().__post_init__()  # type: ignore[misc]
+
+
+@dataclass
+class PaddingFreeDPOConfig(PaddingFreeOptions, DPOConfig):
+    """TRL's [`~trl.DPOConfig`] with the [`PaddingFreeOptions`]."""
+
+
+@dataclass
+class PaddingFreeSFTConfig(PaddingFreeOptions, SFTConfig):
+    """TRL's [`~trl.SFTConfig`] with the [`PaddingFreeOptions`]. `prefix_sharing` defaults to `False`."""
+
+    prefix_sharing: bool = option(False, SHARING)
+
+
+@dataclass
+class PaddingFreeRewardConfig(PaddingFreeOptions, RewardConfig):
+    """TRL's [`~trl.RewardConfig`] with the [`PaddingFreeOptions`]."""
+
+
+@dataclass
+class PaddingFreeKTOConfig(PaddingFreeOptions, KTOConfig):
+    """TRL's [`~trl.KTOConfig`] with the [`PaddingFreeOptions`]."""
+
+
+@dataclass
+class PaddingFreeGRPOConfig(PaddingFreeOptions, GRPOConfig):
+    """TRL's [`~trl.GRPOConfig`] with the [`PaddingFreeOptions`]."""
+
+
+@dataclass
+class PaddingFreeRLOOConfig(PaddingFreeOptions, RLOOConfig):
+    """TRL's [`~trl.RLOOConfig`] with the [`PaddingFreeOptions`]."""
+
+
+@dataclass
+class PaddingFreeDistillationConfig(PaddingFreeOptions, DistillationConfig):
+    """TRL's [`~trl.DistillationConfig`] with the [`PaddingFreeOptions`]."""

@@ -1,0 +1,86 @@
+"""DPO without padding."""
+
+import numpy as np
+from trl import DPOConfig, DPOTrainer
+
+from ...data_checks.validate import check_preferences, log_dropped, refuse_missing_prompts, refuse_unread
+from ...images.collate import VisionPreferenceCollator
+from .. import upstream
+from ..data.collate import PreferenceCollator
+from ..data.lengths import truncated
+from ..data.task import Task
+from ..flat.batch import Inputs
+from .collated import CollatedTrainer
+from .configs import PaddingFreeDPOConfig
+from .runtime import when_flat
+
+DPO = Task(
+    name="dpo",
+    unit="pairs",
+    found_by=(("chosen", "rejected"),),
+    sequences=(("prompt_ids", "chosen_ids"), ("prompt_ids", "rejected_ids")),
+    reads=("chosen", "rejected", "ref_chosen_logps", "ref_rejected_logps"),
+    collator=PreferenceCollator,
+    prepare=upstream.preparation(DPOTrainer, DPOConfig),
+    vision_collator=VisionPreferenceCollator,
+)
+
+
+class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
+    """
+    TRL's [`~trl.DPOTrainer`], computing real tokens only.
+
+    Same arguments, same losses, metrics and gradients. With `padding_free=True`, the model computes each micro-batch as
+    one flat row without padding, in which prompts shared by chosen and rejected sequences appear once.
+    See [`~trl_paddingfree.core.trainers.base.FlatTrainer`] for what it accepts and refuses.
+
+    >>> from datasets import Dataset
+    >>> from peft import LoraConfig
+    >>> from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer
+    >>> from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
+    >>> dataset = Dataset.from_list([{"prompt": "one two", "chosen": " three", "rejected": " eleven"}] * 4)
+    >>> tokenizer = make_tokenizer(["one two three eleven"])
+    >>> args = PaddingFreeDPOConfig("out", use_cpu=True, bf16=False, report_to="none")
+    >>> model = make_model(tokenizer)  # or the name of one on the hub
+    >>> data = {"train_dataset": dataset, "processing_class": tokenizer}
+    >>> trainer = PaddingFreeDPOTrainer(model, args=args, **data, peft_config=LoraConfig())
+    >>> trainer.method
+    'padding-free (segment, shared prefixes)'
+    """
+
+    task = DPO
+    trl_trainer, trl_config = DPOTrainer, DPOConfig
+    config_class = PaddingFreeDPOConfig
+    takes_sequence_parallel = True
+
+    def coupled_by(self) -> list[str]:
+        coupled = {"aot", "aot_unpaired", "sft"}  # AOT sorts the micro-batch, SFT is a mean over its tokens
+        return [*(f"`loss_type='{name}'`" for name in self.loss_types if name in coupled), *super().coupled_by()]
+
+    def part_sizes(self, inputs: Inputs) -> dict[str, int]:
+        chosen, rejected = (int(mask.sum()) for mask in inputs["completion_mask"][:, 1:].chunk(2))
+        per_pair = ("loss", *(f"rewards/{x}" for x in ("chosen", "rejected", "accuracies", "margins")))
+        return {
+            **dict.fromkeys((*per_pair, "logps/chosen", "logps/rejected"), len(inputs["input_ids"]) // 2),
+            "logits/chosen": chosen,
+            "mean_token_accuracy": chosen,
+            "logits/rejected": rejected,
+            "entropy": chosen + rejected,
+        }
+
+    def example_lengths(self) -> np.ndarray:
+        return truncated(super().example_lengths(), *map(self.collated_by, ("max_length", "truncation_mode")))
+
+    @when_flat
+    def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
+        refuse_unread(dataset, dataset_name, "DPO", ("prompt", "chosen", "rejected"), ("chosen", "rejected"))
+        refuse_missing_prompts(dataset, dataset_name)
+        dataset = check_preferences(dataset, self._tokenizer, dataset_name, args)
+        prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        log_dropped(dataset_name, dataset, prepared, args.max_length)
+        return prepared
+
+    @when_flat
+    def compute_ref_log_probs(self, model, inputs):
+        self.flat.prove(self, model)
+        return super().compute_ref_log_probs(model, self.scheduled(inputs))

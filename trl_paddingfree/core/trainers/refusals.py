@@ -1,0 +1,280 @@
+"""Refusals of what flat batches rule out: each `ValueError` names an argument, its value, and what to change."""
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from datasets import Dataset, IterableDataset
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from transformers.training_args import OptimizerNames
+from transformers.utils import logging
+from trl import SFTConfig
+
+from ...budgets.device import budget_bytes
+from ...data_checks.validate import column_names, log_unread, refuse_bad_tokens, refuse_misspelt_roles
+from ...images.examples import has_images
+from .. import upstream
+from ..data.lengths import AnyDataset, has_known_lengths
+from ..data.task import Task
+from ..model.adapters import why_padded, why_padded_by
+from .configs import Arguments, PaddingFreeOptions, given_datasets
+from .engine import zero_stage
+
+logger = logging.get_logger(__name__)
+
+
+def refuse_unflattenable(arguments: Arguments, task: Task, collator: type) -> None:
+    """
+    Refuse trainer arguments that rule out flat batches, which the class `collator` makes, and log which columns of the
+    data TRL does not read.
+    """
+    config, model, peft_config = arguments["args"], arguments["model"], arguments.get("peft_config")
+    if reason := why_padded_by(model.active_peft_config if isinstance(model, PeftModel) else peft_config):
+        raise ValueError(f"{reason}, or set `padding_free=False`.")
+    given = arguments.get("data_collator")
+    # TRL's own is replaced, and subclasses of ours make flat batches
+    if given is not None and not isinstance(given, collator) and type(given) not in collator.__bases__:
+        ours = collator.__module__ == "trl_paddingfree.core.data.collate"  # which the package exports
+        package = "trl_paddingfree" if ours else collator.__module__
+        trl_base = next((base.__name__ for base in collator.__bases__ if isinstance(given, base)), None)
+        base = f" ({trl_base}, its base, is TRL's: put this one in its place)" if trl_base else ""
+        raise ValueError(
+            f"`data_collator` is a {type(given).__name__}, which gives no flat batch. Leave it out, pass a "
+            f"`{package}.{collator.__name__}` or a subclass of it{base}, or set `padding_free=False`."
+        )
+    parallelism = config.parallelism_config
+    if parallelism is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+        parallelism = ParallelismConfig()  # from the environment of `accelerate launch`, as accelerate will make it
+    # Before accelerate 1.12 there is no sequence parallelism
+    for name, kind in (("cp_size", "context"), ("sp_size", "sequence")):
+        if parallelism is not None and (size := vars(parallelism).get(name, 1)) > 1:
+            raise ValueError(
+                f"`parallelism_config` with `{name}={size}`: {kind} parallelism cuts rows into parts of equal length, "
+                f"and a flat batch is not made of rows. Set `{name}=1`, and for DPO and SFT "
+                f"`sequence_parallel_size={size}` of this package, or set `padding_free=False`."
+            )
+    if Path(config.output_dir).is_file():
+        raise ValueError(f"`output_dir={config.output_dir!r}` is a file, and checkpoints go to a folder: name another.")
+    for name, dataset in given_datasets(arguments):
+        if isinstance(dataset, Dataset) and not len(dataset):
+            raise ValueError(f"The {name} data has no rows. Look at what selected them, or pass other data.")
+        if arguments.get("formatting_func") is None:  # it reads what it likes
+            refuse_misspelt_roles(dataset, name, task)
+            if not given and not arguments.get("environment_factory"):
+                log_unread(dataset, name, task, vars(config).get("dataset_text_field", "text"))
+        if isinstance(config, SFTConfig):
+            refuse_bad_tokens(dataset, name)
+    tokenizer: Any = arguments.get("processing_class")
+    if isinstance(tokenizer, ProcessorMixin):
+        tokenizer = tokenizer.tokenizer
+    # Not all of TRL's configurations have a `pad_token`
+    pads = given is None and vars(config).get("pad_token") is None and isinstance(tokenizer, PreTrainedTokenizerBase)
+    if pads and tokenizer.pad_token is tokenizer.eos_token is None:
+        raise ValueError(
+            f"The tokenizer ({type(tokenizer).__name__}) has neither a `pad_token` nor an `eos_token` to stand in for "
+            "it. Set `tokenizer.pad_token` to one of its tokens and pass it as `processing_class`."
+        )
+    # With a stream, TRL itself handles `dispatch_batches`
+    is_stream = isinstance(arguments.get("train_dataset"), IterableDataset)
+    for option in ("split_batches",) if is_stream else ("dispatch_batches", "split_batches"):
+        if vars(config.accelerator_config)[option]:
+            raise ValueError(
+                f"`accelerator_config={{'{option}': True}}` cuts batches along their first dimension, which a flat "
+                f"batch does not have. Leave `{option}` out, or set `padding_free=False`."
+            )
+    if config.per_device_train_batch_size == 1 and isinstance(config, SFTConfig) and not config.packing:
+        logger.warning(
+            "`padding_free=True` with `per_device_train_batch_size=1`: there is next to nothing to gain, because a "
+            "batch of one example has next to no padding. Use a larger batch and fewer `gradient_accumulation_steps`."
+        )
+
+
+def refuse_adapters(models: Iterable[torch.nn.Module]) -> None:
+    """Refuse models with adapters whose output for a token depends on other tokens."""
+    if reason := why_padded(models):
+        raise ValueError(f"{reason}, delete the adapter if nothing uses it, or set `padding_free=False`.")
+
+
+def warn_of_dropout(model: PreTrainedModel, config: TrainingArguments) -> None:
+    """Warn of dropout that `disable_dropout` does not reach: padded and flat runs then draw different masks."""
+    if not vars(config).get("disable_dropout"):  # TRL's configuration for SFT has none
+        return
+    options = vars(model.config.get_text_config())
+    rates = {
+        name: value
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if not isinstance(module, torch.nn.Dropout) and isinstance(value, float) and "drop" in name and value > 0
+    }
+    for name, value in rates.items():
+        # A layer's name for it may differ from the configuration's: `attention_dropout` of GPT-J is `attn_pdrop`
+        alike = [option for option in options if "drop" in option and options[option] == value]
+        words = f"`{name}`" if name in options or not alike else " or ".join(f"`{option}`" for option in alike)
+        logger.warning(
+            f"{type(model).__name__} draws dropout by a function (`{name}={value}`), which `disable_dropout=True` does "
+            f"not reach, with padding either: no two layouts draw the same masks. Set {words} to 0 in the model's "
+            "configuration for figures that can be compared."
+        )
+
+
+def warn_of_padding(trainer_class: Any, config: TrainingArguments) -> None:
+    """
+    Warn that a trainer pads because TRL's configuration has `padding_free=False`, its default. With one of ours, name
+    the options that then have no effect.
+    """
+    name = type(config).__name__
+    does = "packs" if vars(config).get("packing") else "pads"
+    as_trl = f"{does} as TRL's {trainer_class.trl_trainer.__name__} does, because"
+    if not isinstance(config, PaddingFreeOptions):
+        logger.warning(
+            f"{trainer_class.__name__} {as_trl} {name} has `padding_free=False`, its default. Set "
+            f"`{name}(padding_free=True)`, or use {trainer_class.config_class.__name__}."
+        )
+        return
+    always = ("padding_free", "prefix_sharing")  # the first is `False`, and the second's default depends on the trainer
+    idle = [
+        f"`{option.name}={value!r}`"
+        for option in fields(PaddingFreeOptions)
+        if option.name not in always and (value := vars(config)[option.name]) != option.default
+    ]
+    if idle:
+        logger.warning(
+            f"{trainer_class.__name__} {as_trl} `padding_free=False`, so these have no effect: {', '.join(idle)}."
+        )
+
+
+def warn_of_precision(in_force: str, config: TrainingArguments) -> None:
+    """Warn if `accelerate launch` overrides the precision that the configuration asks for."""
+    asked = "bf16" if config.bf16 else "fp16" if config.fp16 else "no"
+    if in_force != asked:
+        logger.warning(
+            f"Training runs with `mixed_precision={in_force!r}`, which `accelerate launch` was given (by its "
+            f"configuration or `--mixed_precision`), in spite of `bf16={config.bf16}, fp16={config.fp16}`. Change one "
+            "of them."
+        )
+
+
+def refuse_beside_budget(options: PaddingFreeOptions, config: TrainingArguments) -> None:
+    """Refuse optimizers that step in the backward pass and, with `memory_budget`, options that govern activations."""
+    if not options.has_budget:
+        return
+    optim = OptimizerNames(config.optim).value
+    if "layerwise" in optim or "lomo" in optim:
+        raise ValueError(
+            f"`optim={optim!r}` steps within each backward pass, and micro-batches above a budget have several: leave "
+            "`memory_budget` and `max_tokens_per_micro_batch` out, or take another optimizer."
+        )
+    if options.memory_budget is None:
+        return
+    budget_bytes(options.memory_budget, config.device)  # refuses more than the device has
+    kwargs = vars(config)["gradient_checkpointing_kwargs"] or {}
+    offloads = vars(config).get("activation_offloading")  # not all of TRL's configurations have it
+    every = kwargs.get("every_n_layers", 1)
+    of_kwargs = "gradient_checkpointing_kwargs"
+    moves = "it moves to the CPU what the budget counts"
+    hides = "it keeps results of attention that no count of saved tensors shows"
+    for is_set, name, reason in (
+        (offloads, "`activation_offloading=True`", moves),
+        (kwargs.get("selective"), f"`{of_kwargs}={{'selective': True}}`", hides),
+        (kwargs.get("offload"), f"`{of_kwargs}={{'offload': True}}`", moves),
+        (every != 1, f"`{of_kwargs}={{'every_n_layers': {every}}}`", "it decides which layers recompute, too"),
+    ):
+        if is_set:
+            raise ValueError(
+                f"`memory_budget={options.memory_budget}` cannot be combined with {name}: {reason}. Leave one of them "
+                "out."
+            )
+
+
+def refuse_lost_router_loss(options: PaddingFreeOptions, config: TrainingArguments, reasons: list[str]) -> None:
+    """
+    Refuse reentrant checkpoints under a budget if routers have a loss: `reasons` are the options that give them one.
+    Such checkpoints lose the gradients of router logits, and the budget decides which layers are checkpointed.
+    """
+    if options.has_budget and upstream.is_reentrant(config) and reasons:
+        raise ValueError(
+            f"`gradient_checkpointing_kwargs={{'use_reentrant': True}}` cannot be combined with {reasons[0]} and "
+            "`memory_budget` or `max_tokens_per_micro_batch`: layers that recompute so lose gradients of the router's "
+            "loss, and which do follows from the budget. Set `use_reentrant` to `False`."
+        )
+
+
+def refuse_lost_gradients(accelerator: Accelerator, config: TrainingArguments) -> None:
+    """
+    Refuse ZeRO-2 with an offloaded optimizer: without accumulation, it keeps only the last part's gradients. Also a
+    static graph of DDP, which expects one backward pass.
+    """
+    if config.ddp_static_graph:
+        raise ValueError(
+            "`ddp_static_graph=True` expects one backward pass per micro-batch, and one above a budget has several: "
+            "leave it, or `memory_budget` and `max_tokens_per_micro_batch`, out."
+        )
+    if zero_stage(accelerator) != 2 or config.gradient_accumulation_steps > 1:
+        return
+    zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+    offload = zero.get("offload_optimizer") or {}
+    if offload.get("device", "none") != "none":
+        raise ValueError(
+            "ZeRO-2 with `offload_optimizer_device` and `gradient_accumulation_steps=1` keeps the gradients of the "
+            "last part of a micro-batch only. Set `gradient_accumulation_steps=2`, offload nothing, or leave "
+            "`memory_budget` and `max_tokens_per_micro_batch` out."
+        )
+
+
+def refuse_to_move(options: PaddingFreeOptions, reasons: list[str]) -> None:
+    """Refuse `arrange_micro_batches` for `reasons`: options under which an example's loss depends on the others."""
+    if reasons:
+        raise ValueError(
+            f"`arrange_micro_batches={options.arrange_micro_batches!r}` changes which examples share a micro-batch, "
+            f"and with {', '.join(reasons)} the loss of an example depends on the others: leave one of them out."
+        )
+
+
+def refuse_to_look_ahead(
+    options: PaddingFreeOptions, train_dataset: AnyDataset, config: TrainingArguments, columns: Sequence[str]
+) -> None:
+    """
+    Refuse `arrange_micro_batches` for data of unknown lengths, such as without the `columns` of tokens, and for data
+    that transformers arranges itself.
+    """
+    arranging = f"`arrange_micro_batches={options.arrange_micro_batches!r}`"
+    if has_images(train_dataset):
+        raise ValueError(
+            f"{arranging} goes by the lengths of all examples, and TRL processes images on the fly: those of examples "
+            "with images are not known before. Leave it out."
+        )
+    if not has_known_lengths(train_dataset, columns):
+        raise ValueError(
+            f"{arranging} needs a data set of known length to look ahead in, and a streaming one, or one with a "
+            "transform, has none, nor one without tokens: leave it out, or load the data set without `streaming`."
+        )
+    if config.train_sampling_strategy == "batch_rebalance":
+        raise ValueError(
+            f"{arranging} and `train_sampling_strategy='batch_rebalance'` both decide which examples share a "
+            "micro-batch: leave one of them out."
+        )
+
+
+def refuse_untried_images(dataset: AnyDataset) -> None:
+    """Refuse streams and transforms whose first examples have no image to check. Other data was searched whole."""
+    if not has_known_lengths(dataset):
+        raise ValueError(
+            "The first examples of the train data have no images, so that the model's images cannot be tried: "
+            "shuffle the data, or set `padding_free=False`."
+        )
+
+
+def refuse_images(arguments: Arguments) -> None:
+    """Refuse data with images for a trainer that trains on text only."""
+    for _, dataset in given_datasets(arguments):
+        if names := [name for name in column_names(dataset) if name in ("image", "images")]:
+            raise ValueError(
+                f"The data has a column `{names[0]}`, and this trainer trains on text only. Leave the column out with "
+                f"`dataset.remove_columns('{names[0]}')`, or set `padding_free=False`."
+            )

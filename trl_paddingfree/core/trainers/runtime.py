@@ -1,0 +1,198 @@
+"""What this package keeps for one trainer, and the decorator that skips its overrides while the trainer pads."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedConfig, TrainingArguments
+
+from ...arranging.order import StepSampler
+from ...budgets.device import PeakMemory
+from ...budgets.planner import MemoryPlanner
+from ...budgets.planning import make_planner
+from ...budgets.steps import TrainingSteps
+from ...compiled.layers import CompilerOptions, compile_layers, taken_from
+from ...groups.form import form_group
+from ...groups.sequence import SequenceGroup
+from .. import upstream
+from ..check.prove import UnprovenModelError
+from ..flat.counts import TokenCounts
+from ..model import architecture
+from ..model.casts import cast_inputs_once
+from ..model.flat_model import FlatModel
+from ..model.restored import attributes_set, random_state_restored
+from ..model.routes import Route
+from .configs import PaddingFreeOptions
+from .engine import is_sharded
+from .proving import StartUpCheck
+from .refusals import refuse_adapters, warn_of_dropout
+
+if TYPE_CHECKING:
+    from .base import FlatTrainer
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+@dataclass
+class Runtime:
+    """
+    What this package keeps for one trainer, and how it starts: it proves the models, and plans the memory. Only the
+    first three fields are set before TRL's `__init__` runs; those without a default are set while it is made.
+    """
+
+    options: PaddingFreeOptions
+    pads: bool = False  # whether the trainer pads as TRL's does: then no model is flat
+    counts: TokenCounts = field(default_factory=TokenCounts)
+    compiler: CompilerOptions | None = None  # how layers are compiled; `None`: they are not
+    group: SequenceGroup | None = None  # the processes that compute slices of a batch with this one
+    check: StartUpCheck = field(init=False)
+    models: list[FlatModel] = field(default_factory=list)  # the trained one first
+    trained: FlatModel = field(init=False)  # the first of `models`
+    peak_memory: PeakMemory = field(init=False)
+    planner: MemoryPlanner | None = None  # schedules passes within budgets; `None` without one, and until `plan`
+    steps: TrainingSteps | None = None  # training steps within budgets
+    sampler: StepSampler | None = None  # the order of examples, if `arrange_micro_batches` is set
+    is_planned: bool = False  # whether `planner` is settled: made, or not needed
+    has_begun: bool = False  # whether a step was trained since `train()` was called
+    has_hooks: bool | None = None  # whether gradients have hooks of others than PEFT; `None`: not looked yet
+    resumed_from: str | None = None  # the checkpoint that training resumed from
+
+    @property
+    def route(self) -> Route | None:
+        """How batches are computed: the first choice, until the check has proven one. `None` without `models`."""
+        return self.trained.route if self.models else None
+
+    def place(self, accelerator: Accelerator) -> None:
+        """Take over what an `accelerator`, when it is made, says of the device, the compiler and the processes."""
+        self.peak_memory = PeakMemory(accelerator.device)
+        if not self.pads:
+            self.compiler = taken_from(accelerator)
+            loaders = accelerator.dataloader_config
+            loaders.dispatch_batches = bool(loaders.dispatch_batches)  # `None` would dispatch batches of streams
+        if self.options.sequence_parallel_size > 1:
+            self.group = form_group(accelerator, self.options.sequence_parallel_size)
+
+    def start(self, trainer: "FlatTrainer") -> None:
+        """Prove the models of a `trainer`, and have them compute flat batches."""
+        refuse_adapters(trainer.flat_models())
+        self.check = StartUpCheck(trainer.accelerator, self.options, trainer.args, trainer.images_to_try(), self.group)
+        upstream.apply_liger(trainer.model, trainer.args)
+        cast_inputs_once(trainer.model, trainer.accelerator.device.type)
+        self.models = self.check.install(trainer.flat_models())
+        self.trained = self.models[0]
+        for flat_model in self.models:
+            compile_layers(flat_model, self.compiler)
+        if self.compiler is not None and not self.check.unproven:
+            self.check.prove_slices(trainer.flat_models(), is_compiled=True)
+        warn_of_dropout(self.trained.model, trainer.args)
+
+    def checkpointing(self, config: TrainingArguments) -> AbstractContextManager[None]:
+        """Within this context, TRL turns checkpointing on if `memory_budget` is to pick the layers that recompute."""
+        picks = not self.pads and self.options.memory_budget is not None
+        return attributes_set(
+            (config, name, True) for name in ("gradient_checkpointing", "activation_checkpointing") if picks
+        )
+
+    def prove(self, trainer: "FlatTrainer", model: torch.nn.Module) -> None:
+        """Prove a model before it first computes anything, if it had no weights when the trainer was made."""
+        unproven = self.check.unproven
+        if not unproven or (base := trainer.flat_base(model)) not in unproven:
+            return
+        unproven.remove(base)
+        models = [model]
+        if base is self.trained.model:  # all others have their weights by now, too
+            unproven.clear()
+            models += trainer.flat_models()[1:]
+        chosen = self.trained.route
+        proven = self.check.prove_all(models)
+        if self.compiler is not None:
+            self.check.prove_slices(models, is_compiled=True)
+        if chosen.prefix_sharing and not proven.prefix_sharing:
+            raise UnprovenModelError(
+                f"{type(self.trained.model).__name__} cannot share prefixes, which was found out after the first "
+                "batches had been laid out: set `prefix_sharing=False`."
+            )
+
+    def rotary_limits(self) -> dict[str, int]:
+        """By `rope_type`: the row length from which rotary frequencies of a model depend on the longest row."""
+        return architecture.rotary_limits(*self._text_configs())
+
+    def reach_of(self, width: int) -> int | None:
+        """The `width` of padded rows, if rotary frequencies of a model depend on it; else `None`."""
+        return architecture.rotary_reach(width, *self._text_configs())
+
+    def _text_configs(self) -> list[PreTrainedConfig]:
+        return [flat_model.model.config.get_text_config() for flat_model in self.models]
+
+    @property
+    def highest_peak(self) -> int:
+        """Peak bytes in use so far, the highest of any process of the group."""
+        highest = self.peak_memory.highest
+        return highest if self.group is None else int(self.group.largest([highest])[0])
+
+    def plan_if_placed(self, trainer: "FlatTrainer") -> None:
+        """Plan for the budgets before training, if the models already have all of their weights."""
+        if not self.check.unproven and not is_sharded(trainer.accelerator):
+            self.plan(trainer, trainer.model)
+
+    def plan(self, trainer: "FlatTrainer", model: torch.nn.Module) -> None:
+        """
+        Plan for the budgets of a `trainer`, prove slices of its `model`, which must have its weights, and refuse a
+        budget that an example does not fit into. Does nothing if called again.
+        """
+        if self.is_planned:
+            return
+        if not self.options.has_budget:
+            self.is_planned = True
+            return
+        if vars(trainer).get("is_distributed_loading_by_transformers"):  # not in all versions of transformers
+            raise ValueError(
+                "`distributed_config` shards the model as it is loaded, and budgets know of accelerate's engines only: "
+                "leave `memory_budget` and `max_tokens_per_micro_batch` out, or shard with FSDP2 of accelerate."
+            )
+        with random_state_restored(model):  # the user's collator may draw
+            with self.check.in_precision():
+                planner = make_planner(trainer)
+            self.check.prove_slices([model, *trainer.flat_models()[1:]])
+            if self.resumed_from is not None:
+                planner.restore(self.resumed_from)
+            if not planner.has_shrunk:  # if it has, its limit is below the one that the data was checked against
+                trainer.refuse_small_budget(planner)
+        # All at once, and last: after an error above, the next step plans again
+        self.planner, self.steps, self.is_planned = planner, TrainingSteps(trainer, planner), True
+
+
+def when_flat(method: Method) -> Method:
+    """
+    Decorator for overrides of TRL's methods: while the trainer pads, TRL's own method is called instead.
+
+    >>> from types import SimpleNamespace
+    >>> from trl_paddingfree import when_flat
+    >>> class TRLTrainer:
+    ...     def rows(self):
+    ...         return "padded"
+    >>> class OwnTrainer(TRLTrainer):
+    ...     @when_flat
+    ...     def rows(self):
+    ...         return "flat, not " + super().rows()
+    >>> trainer = OwnTrainer()
+    >>> trainer.flat = SimpleNamespace(pads=False)  # as a trainer's `__init__` sets it
+    >>> trainer.rows()
+    'flat, not padded'
+    >>> trainer.flat.pads = True
+    >>> trainer.rows()
+    'padded'
+    """
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.flat.pads:
+            return method(self, *args, **kwargs)
+        owner = next(each for each in reversed(type(self).__mro__) if vars(each).get(method.__name__) is call)
+        return getattr(super(owner, self), method.__name__)(*args, **kwargs)
+
+    return cast(Method, call)

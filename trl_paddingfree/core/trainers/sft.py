@@ -1,0 +1,143 @@
+"""SFT without padding."""
+
+import numpy as np
+import torch
+from transformers.trainer_pt_utils import LabelSmoother
+from trl import SFTConfig, SFTTrainer
+
+from ...data_checks.validate import log_dropped, refuse_unknown_tokens, refuse_unread_instructions
+from ...images.collate import VisionLanguageModelingCollator
+from .. import upstream
+from ..data.collate import FlatCollator, LanguageModelingCollator
+from ..data.lengths import AnyDataset
+from ..data.task import Task
+from ..flat.batch import IGNORE_INDEX, Inputs
+from ..model.restored import attributes_set
+from .collated import CollatedTrainer
+from .configs import PaddingFreeSFTConfig
+from .runtime import when_flat
+
+SFT = Task(
+    name="sft",
+    unit="rows",
+    found_by=(("messages",), ("conversations",), ("prompt", "completion"), ("text",), ("input_ids",)),
+    sequences=(("input_ids",),),
+    other_columns=("labels",),
+    reads=("messages", "conversations", "completion", "seq_lengths", "completion_mask", "assistant_masks"),
+    collator=LanguageModelingCollator,
+    prepare=upstream.preparation(SFTTrainer, SFTConfig, False, None, chat_template=None),  # no packing, no formatting
+    vision_collator=VisionLanguageModelingCollator,
+)
+
+
+class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
+    """
+    TRL's [`~trl.SFTTrainer`], computing real tokens only.
+
+    Same arguments, same losses, metrics and gradients as TRL with padding. With `padding_free=True`, the model computes
+    each micro-batch as one flat row without padding, `max_length` is enforced, and packed documents never see each
+    other. See [`~trl_paddingfree.core.trainers.base.FlatTrainer`] for what it accepts and refuses.
+
+    >>> from datasets import Dataset
+    >>> from trl_paddingfree import PaddingFreeSFTConfig, PaddingFreeSFTTrainer
+    >>> from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
+    >>> dataset = Dataset.from_list([{"text": "one two"}, {"text": "one two three four five"}] * 4)
+    >>> tokenizer = make_tokenizer(dataset["text"])
+    >>> args = PaddingFreeSFTConfig("out", use_cpu=True, bf16=False, report_to="none")
+    >>> model = make_model(tokenizer)  # or the name of one on the hub
+    >>> trainer = PaddingFreeSFTTrainer(model, args=args, train_dataset=dataset, processing_class=tokenizer)
+    >>> trainer.method
+    'padding-free (segment, no shared prefixes)'
+    """
+
+    task = SFT
+    trl_trainer, trl_config = SFTTrainer, SFTConfig
+    config_class = PaddingFreeSFTConfig
+    takes_sequence_parallel = True
+
+    def _flat_collator(self) -> FlatCollator:
+        collator = super()._flat_collator()
+        if not isinstance(collator, LanguageModelingCollator):
+            return collator
+        cuts_packed = collator.cuts_packed and self.data_collator.padding_free  # TRL sets it if it packs
+        if collator.return_position_ids and not cuts_packed:
+            raise ValueError("`return_position_ids=True` numbers documents within rows that are not cut: leave it out.")
+        if collator.pad_to_multiple_of and cuts_packed and (reasons := super().coupled_by()):
+            raise ValueError(
+                f"`pad_to_multiple_of={collator.pad_to_multiple_of}` with packing and {reasons[0]}: in TRL's packed "
+                "row, the loss of the routers counts the padding, too. Leave one of them out."
+            )
+        return collator.changed(cuts_packed=cuts_packed)
+
+    @property
+    def _cuts_packed(self) -> bool:
+        """Whether rows are documents cut out of the rows that TRL packed."""
+        return isinstance(self.data_collator, LanguageModelingCollator) and self.data_collator.cuts_packed
+
+    def item_lengths(self) -> np.ndarray:
+        """For packed rows, the length of each one's longest document: a budget divides rows into documents."""
+        if not self._cuts_packed or "seq_lengths" not in self.train_dataset.column_names:
+            return super().item_lengths()
+        rows = self.train_dataset.with_format(None)["seq_lengths"]
+        return np.array([[max(documents)] for documents in rows], dtype=np.int64)
+
+    def coupled_by(self) -> list[str]:
+        # A user's own function may combine the rows of a micro-batch in any way
+        reasons = super().coupled_by()
+        if callable(self.compute_loss_func):
+            reasons.append("`compute_loss_func`")
+        if not isinstance(self.label_smoother, LabelSmoother | None):
+            reasons.append("`label_smoother`")
+        if (alpha := self.args.neftune_noise_alpha) is not None and self._cuts_packed:
+            reasons.append(f"`neftune_noise_alpha={alpha}` and packing")  # noise scales with the packed row's length
+        return reasons
+
+    def refuse_data(self, datasets: list[tuple[str, AnyDataset]]) -> None:
+        modules = self.flat_base(self.model).get_input_embeddings().modules()  # adapters may wrap the embeddings
+        sizes = [vars(module)["num_embeddings"] for module in modules if "num_embeddings" in vars(module)]
+        for name, dataset in datasets if sizes else ():
+            refuse_unknown_tokens(dataset, name, sizes[0])
+
+    def part_sizes(self, inputs: Inputs) -> dict[str, int]:
+        scored = int((inputs["labels"][:, 1:] != IGNORE_INDEX).sum())
+        return dict.fromkeys(("loss", "entropy", "mean_token_accuracy"), scored)
+
+    def weighed_by_micro_batch(self) -> list[str]:
+        if not (self.model_accepts_loss_kwargs or self.compute_loss_func):
+            return [f"{type(self.flat_base(self.model)).__name__}, whose loss is a mean over each micro-batch"]
+        is_apart = self.accelerator.num_processes > 1 and not self.args.average_tokens_across_devices
+        return ["`average_tokens_across_devices=False`"] if is_apart else []
+
+    @when_flat
+    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
+        if formatting_func is None:
+            refuse_unread_instructions(dataset, dataset_name, args.dataset_text_field)
+        prepared = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        if not packing:
+            log_dropped(dataset_name, dataset, prepared, args.max_length)
+        return prepared
+
+    @when_flat
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        if (function := self.compute_loss_func) is None or not self._cuts_packed:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        mask = inputs["attention_mask"].bool()
+
+        def of_packed_row(outputs, labels, **kwargs):  # documents in one row, as in TRL, which skips first tokens
+            outputs.logits = outputs.logits[mask][None]
+            labels = torch.cat([torch.full_like(labels[:, :1], IGNORE_INDEX), labels[:, 1:]], 1)
+            return function(outputs, labels[mask][None], **kwargs)
+
+        with attributes_set([(self, "compute_loss_func", of_packed_row)]):
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    @when_flat
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if logits is None or not self._cuts_packed:
+            return loss, logits, labels
+        # All documents in one row, as in TRL, however many packed rows there were
+        mask = inputs["attention_mask"].bool()
+        inputs["input_ids"] = inputs["input_ids"][mask][None]  # which `include_for_metrics` may ask for
+        inputs["labels"] = labels = labels[mask][None]
+        return loss, logits[mask][None], labels

@@ -1,0 +1,1 @@
+"""One batch on a group of processes."""

@@ -1,0 +1,284 @@
+"""One flat batch on several processes: each computes a slice of its tokens, and attention exchanges heads for tokens.
+
+All work per token is done on the slice. Attention runs the unchanged backend with the unchanged layout, over all tokens
+for some of the heads, as in DeepSpeed-Ulysses (arXiv 2309.14509). So do scans, whose states have heads, too.
+Convolutions get the few tokens before the slice that they read. Only values of scored tokens are gathered, from which
+each process computes the same loss. The gather's backward pass multiplies the gradient of the slice by the group size:
+engines average gradients over all processes, which then yields the sum over a group and the mean over groups.
+
+Shape legend: see [`~trl_paddingfree.core.flat.segments`]; in addition
+    W = processes of a group, t = tokens of a slice, H = heads of queries or states, K = heads of keys, D = head size
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedConfig
+
+from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
+from ..core.flat.layout import Attention, FlatLayout, Gather, once_per_layout
+from ..core.flat.segments import Ints, something_to_compute
+from ..core.model.architecture import rotary_limits
+from ..core.model.masks import PassContext, Scan, Weights
+from ..core.model.restored import random_state_restored
+from .exchange import Exchanged, Gathered, Halo, head_shares, of_heads, slice_sizes, span_of
+
+
+def scored_sizes(batch: FlatBatch, size: int) -> Ints:
+    """How many scored tokens of a batch lie in each of `size` slices."""
+    owners = owners_of(batch.layout.segments.num_tokens, size)
+    return tuple(np.bincount(owners[batch.scored], minlength=size).tolist())
+
+
+def spans_of(total: int, number: int, size: int, cuts: Ints = ()) -> list[range]:
+    """
+    The flat tokens that process `number` of `size` computes: its slice of the axis, or with `cuts` its share of each of
+    the slices that are computed one after another.
+    """
+    spans = []
+    for start, stop in pairwise(cuts or (0, total)):
+        together = something_to_compute(start, stop, total)
+        own = span_of(len(together), number, size)
+        spans.append(together[own.start : own.stop])
+    return spans
+
+
+def owners_of(total: int, size: int, cuts: Ints = ()) -> np.ndarray:
+    """`(T,)` int64: which of `size` processes computes each flat token."""
+    spans = pairwise(cuts or (0, total))
+    return np.concatenate([np.repeat(np.arange(size), slice_sizes(stop - start, size)) for start, stop in spans])
+
+
+@once_per_layout
+def _share(layout: FlatLayout, number: int, size: int, cuts: Ints) -> tuple[np.ndarray, ...]:
+    """
+    Three int64 arrays: the flat tokens that process `number` of `size` computes; its own among them, ascending, without
+    stand-ins for empty slices; and the first place of each of its own in the first array.
+    """
+    total = layout.segments.num_tokens
+    index = np.concatenate(spans_of(total, number, size, cuts))
+    tokens, places = np.unique(index, return_index=True)
+    is_own = owners_of(total, size, cuts)[tokens] == number
+    return index, tokens[is_own], places[is_own]
+
+
+def slice_of(batch: FlatBatch, number: int, size: int) -> FlatBatch:
+    """
+    What process `number` of `size` computes of a batch, see [`spans_of`]. `input_ids`, `position_ids`, `token_rows`,
+    `shift_labels` and `scored_index` hold its tokens only; everything else, including rows and layout, stays that of
+    the whole batch.
+
+    The host knows where slices begin and what they score, so nothing is read from the device. An empty slice gets two
+    stand-in tokens, and one without scored tokens a label of -100, because models need something to compute.
+
+    >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
+    >>> [slice_of(batch, number, 2).input_ids.tolist() for number in range(2)]
+    [[[1, 2, 3]], [[4, 2, 5]]]
+    >>> [slice_of(batch, number, 2).shift_labels.tolist() for number in range(2)]
+    [[[3, 4]], [[5]]]
+    """
+    layout = batch.layout
+    index, own, places = _share(layout, number, size, batch.schedule.cuts)
+    scored = np.flatnonzero(np.isin(batch.scored, own))
+    labels, scored_index = batch.shift_labels.new_full((1, 1), IGNORE_INDEX), batch.scored_index.new_zeros(1)
+    if len(scored):
+        labels = batch.shift_labels.index_select(1, layout.tensor(scored))
+        scored_index = layout.tensor(places[np.searchsorted(own, batch.scored[scored])])
+    tokens = layout.tensor(index)
+    return replace(
+        batch,
+        input_ids=batch.input_ids.index_select(1, tokens),
+        position_ids=batch.position_ids.index_select(1, tokens),
+        token_rows=batch.token_rows.index_select(1, tokens),
+        shift_labels=labels,
+        scored_index=scored_index,
+    )
+
+
+class SequenceGroup:
+    """The processes that compute one flat batch together, seen from one of them, `rank` of `size`."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+        self.group, self.device = group, device
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        # Hosts compare what they know among themselves: through a device, they would have to wait for it
+        self.hosts = group
+        if device.type != "cpu":
+            ranks = dist.get_process_group_ranks(group)
+            self.hosts = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)  # type: ignore[assignment]
+
+    def own_share(self, batch: FlatBatch, config: PreTrainedConfig) -> FlatBatch:
+        """
+        What this process computes of a batch, see [`slice_of`]. Rejects rows so long that RoPE frequencies would depend
+        on its slice, and batches that differ between processes.
+        """
+        width = batch.row_index.size(1)
+        for kind, limit in rotary_limits(config).items():
+            if width > limit:
+                raise ValueError(self.too_long(kind, limit))
+        checksums = partial(self.largest, [batch.checksum, -batch.checksum])
+        if sum(batch.layout.derived("largest and smallest checksum", checksums)):  # asked once
+            raise ValueError(
+                f"`sequence_parallel_size={self.size}`: processes of one group have been given different batches. A "
+                "transform of the data set that draws at random, or a data loader of your own, may do that: give all "
+                "of them the same."
+            )
+        return slice_of(batch, self.rank, self.size)
+
+    def too_long(self, kind: str, limit: int) -> str:
+        """Why rows of more than `limit` tokens cannot be computed in slices with the RoPE type `kind`."""
+        return (
+            f"`sequence_parallel_size={self.size}`: with `rope_type={kind!r}`, a row of more than {limit} tokens "
+            f"changes the frequencies of its whole batch, and slices do not know of it. Set `max_length={limit}`, or "
+            "`sequence_parallel_size=1`."
+        )
+
+    # --- what slices exchange: see [`OtherSlices`] ------------------------------------------------
+
+    def span(self, num_tokens: int) -> range:
+        return span_of(num_tokens, self.rank, self.size)
+
+    def attend(
+        self, attend: Attention, context: PassContext, layer: torch.nn.Module, module: torch.nn.Module,
+        *states: torch.Tensor, **kwargs: object,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        """
+        Attention `(1, t, H, D)` of a slice, from `states` of shape `(1, heads, t, D)`. The function `attend`
+        computes it for the heads of this process, over all tokens of the layout: `(1, heads, T, D)`.
+        """
+        num_heads, of_tokens = states[0].size(1), [x.squeeze(0).transpose(0, 1) for x in states]
+        whole, heads = self._to_heads(of_tokens, context.layout.segments.num_tokens)
+        own_module, kwargs = self._with_heads(module, heads, num_heads, kwargs)
+        vars(own_module)["num_key_value_groups"] = whole[0].size(1) // whole[1].size(1)
+        output, _ = attend(own_module, *(x.transpose(0, 1)[None] for x in whole), **kwargs)
+        return self._to_tokens(output.squeeze(0), num_heads)[None], None
+
+    def with_context(self, layout: FlatLayout, states: torch.Tensor, size: int) -> torch.Tensor:
+        """Processes exchange up to `size` tokens before each slice, and before each segment that begins in it."""
+        halo = Halo.of(layout, size, self.rank, self.size)
+        if not halo.is_needed:
+            return states
+        sent, got = ([n * states.size(1) for n in numbers] for numbers in (halo.sent, halo.received))
+        before = Exchanged.apply(Gather.apply(states, halo.rows).flatten(), sent, got, self.group)
+        return torch.cat([states, before.view(-1, states.size(1))])
+
+    def scan(self, layout: FlatLayout, scan: Scan, inputs: Sequence[torch.Tensor], weights: Weights) -> torch.Tensor:
+        """As in attention: scan all tokens, along the whole tree, for the heads of this process."""
+        num_heads = inputs[0].size(2)
+        whole, heads = self._to_heads([x.squeeze(0) for x in inputs], layout.segments.num_tokens)
+        outputs, _ = scan([x[None] for x in whole], [None if x is None else x[heads] for x in weights])
+        return self._to_tokens(outputs.squeeze(0), num_heads)[None]
+
+    def _to_heads(self, states: Sequence[torch.Tensor], num_tokens: int) -> tuple[list[torch.Tensor], slice]:
+        """
+        Exchange states `(t, heads, ...)` of this slice for `(T, n, ...)` of all tokens, for the `n` heads of this
+        process: its share of the heads of the first tensor, also returned, and the heads of the others that these read.
+        """
+        if (num_heads := states[0].size(1)) < self.size:
+            raise ValueError(f"`sequence_parallel_size={self.size}` is more than the {num_heads} heads of a layer.")
+        sizes = slice_sizes(num_tokens, self.size)
+        heads = [[keys for _, keys in head_shares(num_heads, x.size(1), self.size)] for x in states]
+        whole = {}
+        for dtype in dict.fromkeys(x.dtype for x in states):  # one message per dtype
+            alike = [i for i, x in enumerate(states) if x.dtype == dtype]
+            # For each process, the states of its heads, one row per token of this slice
+            parts = [
+                [of_heads(states[i][: sizes[self.rank]], heads[i][process]).flatten(1) for i in alike]
+                for process in range(self.size)
+            ]
+            widths, rows = [x.size(1) for x in parts[self.rank]], [torch.cat(part, 1).flatten() for part in parts]
+            got = [n * sum(widths) for n in sizes]
+            received = Exchanged.apply(torch.cat(rows), list(map(len, rows)), got, self.group).view(num_tokens, -1)
+            for i, x in zip(alike, received.split(widths, 1), strict=True):
+                whole[i] = x.unflatten(1, (len(heads[i][self.rank]), *states[i].shape[2:]))
+        own = heads[0][self.rank]
+        return [whole[i] for i in range(len(states))], slice(own[0], own[-1] + 1)
+
+    def _to_tokens(self, output: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """Exchange outputs `(T, n, ...)` for the heads of this process for `(t, heads, ...)` of its slice."""
+        sizes = slice_sizes(len(output), self.size)
+        numbers = [len(heads) for heads, _ in head_shares(num_heads, num_heads, self.size)]  # heads per process
+        own, width = sizes[self.rank], output[0, 0].numel()
+        sent, got = [n * numbers[self.rank] * width for n in sizes], [own * number * width for number in numbers]
+        received = Exchanged.apply(output.flatten(), sent, got, self.group)
+        parts = [x.view(own, number, *output.shape[2:]) for x, number in zip(received.split(got), numbers, strict=True)]
+        joined, length = torch.cat(parts, 1), len(self.span(len(output)))
+        if own < length:  # the slice is empty: tokens stand in
+            joined = torch.cat([joined, joined.new_zeros(length - own, *joined.shape[1:])])
+        return joined
+
+    def _with_heads(
+        self, module: torch.nn.Module, heads: slice, num_heads: int, kwargs: Inputs
+    ) -> tuple[torch.nn.Module, Inputs]:
+        """A copy of a layer with only some of its heads, and its attention's arguments, cut likewise."""
+
+        def cut(values):
+            return {name: x[heads] for name, x in values.items() if torch.is_tensor(x) and x.shape == (num_heads,)}
+
+        kwargs.pop("position_ids", None)  # attention uses the layout
+        own = cut(kwargs)
+        if unknown := [name for name, x in kwargs.items() if torch.is_tensor(x) and x.ndim and name not in own]:
+            raise ValueError(
+                f"`sequence_parallel_size={self.size}`: {type(module).__name__} gives its attention function "
+                f"`{unknown[0]}`, of which it is not known what belongs to which head. Set it to 1."
+            )
+        part = copy.copy(module)  # shares all weights; attributes set on it take precedence over them
+        vars(part).update(cut(dict(module.named_parameters(recurse=False))))
+        return part, {**kwargs, **own}
+
+    # --- values of all slices ---------------------------------------------------------------------------------------
+
+    def gather_scored(self, values: dict[str, torch.Tensor], batch: FlatBatch) -> dict[str, torch.Tensor]:
+        """Gather values `(1, p)` of a slice's scored tokens into `(1, P)` of the whole batch, in one message."""
+        stacked = torch.stack([x[0] for x in values.values()], 1)  # in a dtype that holds all
+        owners = owners_of(batch.layout.segments.num_tokens, self.size, batch.schedule.cuts)[batch.scored]
+        columns = self._gathered(stacked, owners, batch.layout).unbind(1)
+        gathered = {name: x[None].to(values[name].dtype) for name, x in zip(values, columns, strict=True)}
+        return {name: x if values[name].requires_grad else x.detach() for name, x in gathered.items()}
+
+    def gather_tokens(self, states: torch.Tensor, batch: FlatBatch) -> torch.Tensor:
+        """Gather states `(t, ...)` of a slice into `(T, ...)` of all tokens of a batch."""
+        layout, cuts = batch.layout, batch.schedule.cuts
+        _, _, places = _share(layout, self.rank, self.size, cuts)
+        if len(places) < len(states):
+            states = states.index_select(0, layout.tensor(places))
+        return self._gathered(states, owners_of(layout.segments.num_tokens, self.size, cuts), layout)
+
+    def _gathered(self, values: torch.Tensor, owners: np.ndarray, layout: FlatLayout) -> torch.Tensor:
+        """The values of all processes in flat order; `owners` holds the process of each."""
+        by_process = Gathered.apply(values, np.bincount(owners, minlength=self.size).tolist(), self.group)
+        if (owners[1:] >= owners[:-1]).all():
+            return by_process
+        return by_process.index_select(0, layout.tensor(np.argsort(np.argsort(owners, kind="stable"))))
+
+    def whole_gradients(
+        self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], batch: FlatBatch
+    ) -> list[torch.Tensor]:
+        """Gradients as engines average them, from a slice's: of embeddings, now `(1, T, D)`, and of weights."""
+        filled = [x.new_zeros(x.shape) if y is None else y for x, y in zip(tensors, gradients, strict=True)]
+        first, *sums = (gradient.contiguous() for gradient in filled)
+        embedded = self.gather_tokens(first.squeeze(0), batch)[None]
+        for gradient in sums:
+            dist.all_reduce(gradient, group=self.group)
+        return [gradient / self.size for gradient in (embedded, *sums)]
+
+    def largest(self, values: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The element-wise maximum of `values` over the group, in their dtype. Only the hosts take part."""
+        maxima = torch.as_tensor(values).clone()
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, self.hosts)
+        return maxima.numpy()
+
+    @contextmanager
+    def drawing_apart(self, model: torch.nn.Module) -> Iterator[None]:
+        """Within this context, each process draws its own numbers: a common seed would repeat dropout in each slice."""
+        seed = int(torch.randint(2**62, ()))  # from the CPU, whose state is the same across the group
+        with random_state_restored(model, of_users=False):
+            torch.manual_seed(seed + self.rank)
+            yield

@@ -1,0 +1,1 @@
+"""Trainers of other heads and data: reward, KTO."""

@@ -1,1 +1,0 @@
-"""Memory: what a batch needs, which layers recompute, and in which parts or slices it runs."""

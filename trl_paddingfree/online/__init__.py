@@ -1,0 +1,1 @@
+"""Trainers that generate what they train on: GRPO, RLOO, distillation."""

@@ -1,0 +1,249 @@
+"""Base of the trainers that generate their own rows, which become flat when the model is called."""
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from copy import copy
+from functools import partial
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import ProcessorMixin
+
+from ..budgets.planner import MemoryPlanner
+from ..budgets.steps import own_steps
+from ..core import upstream
+from ..core.data.rows import PromptGroups, generated_on_host
+from ..core.data.task import Task
+from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
+from ..core.flat.counts import BatchCounts
+from ..core.model.architecture import takes_images
+from ..core.model.flat_model import FlatModel
+from ..core.trainers.base import FlatTrainer
+from ..core.trainers.configs import Arguments
+from ..core.trainers.refusals import refuse_to_move, refuse_untried_images
+from ..core.trainers.runtime import when_flat
+from ..images.check import MADE_UP, ImageProbe
+from ..images.collate import VisionLanguageModelingCollator
+from ..images.examples import first_examples, has_images, made_up_examples, prompt_in_messages
+from ..images.generated import GeneratedImages, by_prompt
+from ..images.model import why_no_images
+from ..images.rows import VisionRules
+
+# What tasks that generate share. Each adds its name; GRPO, the first, also the columns by which data is recognized
+PROMPTS = Task(
+    name="prompts",
+    unit="prompts",
+    sequences=(("prompt_ids",),),
+    collator=PromptGroups,
+    prepare=upstream.prepare_prompts,
+    truncates=False,
+    vision_collator=VisionLanguageModelingCollator,
+)
+
+
+class OnlineTrainer(FlatTrainer):
+    """
+    Base of the trainers that generate completions and score them in several passes.
+
+    There is no collator: rows become flat when policy, old policy and reference are called, whatever wraps these
+    models. Generation is untouched. The loss of a micro-batch is TRL's, over all its rows: if they do not fit into a
+    budget, the model computes them in slices beneath it.
+
+    >>> from trl_paddingfree import PaddingFreeGRPOTrainer
+    >>> [base.__name__ for base in PaddingFreeGRPOTrainer.__bases__]
+    ['OnlineTrainer', 'GRPOTrainer']
+    """
+
+    # Set by TRL's trainers
+    pad_to_multiple_of: Any = None
+    max_completion_length: int | None
+    environment_factories: Any = None
+    _tokenize_prompts: Callable[..., tuple[list[list[int]], ...]]
+    _buffered_inputs: Any
+    _step: int
+    _rules: VisionRules  # how the models treat images, if rows may have any
+    _known: WeakTensorKeyDictionary  # the `GeneratedImages` of earlier passes, by `pixel_values`
+    _generated: Inputs | None = None  # under a budget, the rows of the last pass, for a retry
+    sample_unit = "completions"
+
+    def refuse_arguments(self, arguments: Arguments) -> None:
+        super().refuse_arguments(arguments)
+        config = arguments["args"]
+        if self.flat.options.memory_budget == "auto" and config.use_vllm and config.vllm_mode == "colocate":
+            raise ValueError(
+                "`memory_budget='auto'` with `vllm_mode='colocate'` does not know what vLLM leaves: set the GiB that "
+                "this process may use, with what vLLM holds."
+            )
+
+    # --- images -----------------------------------------------------------------------------------------------------
+
+    def images_to_try(self) -> ImageProbe | None:
+        """The first prompts with images, or made-up ones if only tools or environments add any; `None` for text."""
+        data, processor = self.train_dataset, self.processing_class
+        in_column = has_images(data)
+        if not isinstance(processor, ProcessorMixin) or not (in_column or takes_images(self.flat_base(self.model))):
+            if in_column:
+                raise ValueError(
+                    f"The data has images, and `processing_class` is a {type(processor).__name__}, which reads text "
+                    "only: pass the model's processor, or remove the column of images."
+                )
+            return None
+        collator = VisionLanguageModelingCollator(processor, padding_free=True)
+        probe = ImageProbe(collator, map(prompt_in_messages, first_examples(data)))
+        if (
+            not probe.names
+            and (vars(self).get("tools") or self.environment_factories)
+            and not any(why_no_images(self.flat_base(model)) for model in self.flat_models())
+        ):
+            probe = ImageProbe(collator, made_up_examples(), MADE_UP)
+        if not probe.names:
+            if in_column:
+                refuse_untried_images(data)
+            return None
+        self._rules = self.image_rules()
+        self._known = WeakTensorKeyDictionary()
+        probe.collator = collator.changed(rules=self._rules)
+        return probe
+
+    def images_of(self, inputs: Inputs) -> GeneratedImages | None:
+        """The images among the `inputs` of a pass; each call of the model takes those of its rows."""
+        if (pixels := inputs.get("pixel_values")) is None:
+            return None
+        if self.flat.check.images is None:
+            raise ValueError(
+                "The rows come with `pixel_values`, and the start-up check has tried no images, or could not: the "
+                f"first prompts of the train data have none, and {type(self).__name__} has no tools or environments "
+                "that return any that the model can compute. Shuffle the data, or set `padding_free=False`."
+            )
+        if pixels not in self._known:  # policy, reference and all iterations share them
+            self._known[pixels] = GeneratedImages.of(inputs)
+        return copy(self._known[pixels])
+
+    # --- rows become flat -------------------------------------------------------------------------------------------
+
+    def flatten(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        labels: torch.Tensor,
+        images: GeneratedImages | None = None,
+    ) -> FlatBatch:
+        """
+        Flatten `(R, L)` rows, with prompts padded on the left and completions on the right, and schedule their pass,
+        which trains if gradients are enabled. The rows take the next of `images`.
+        """
+        reach = self.flat.reach_of(input_ids.size(1))
+        batch = FlatBatch.from_padded(
+            *generated_on_host(input_ids, attention_mask, labels),
+            prefix_sharing=self.flat.trained.route.prefix_sharing,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            images=images and images.next(len(input_ids), self._rules),
+            reach=reach,
+        )
+        if trains := torch.is_grad_enabled():  # the policy's pass
+            self.flat.counts.new.append(batch.counts)
+        if self.flat.planner is not None:
+            batch = self.flat.planner.scheduled(batch, trains)
+        return batch.to(input_ids.device, non_blocking=True)
+
+    @when_flat
+    def compute_loss(self, *args, **kwargs):
+        with ExitStack() as passes:  # user-defined losses may call the models themselves
+            for flat_model in self.flat.models:
+                passes.enter_context(flat_model.flattening(self.flatten))
+            return super().compute_loss(*args, **kwargs)
+
+    def forward_replaced(self, model: torch.nn.Module) -> RuntimeError:
+        """The error for a model that no longer computes flat batches."""
+        return RuntimeError(
+            f"The forward of {type(self.flat_base(model)).__name__} was replaced since this {type(self).__name__} was "
+            "made, for example by another trainer: make it again."
+        )
+
+    @when_flat
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        self.flat.prove(self, model)
+        if (flat_model := FlatModel.of(model)) is None:
+            raise self.forward_replaced(model)
+        with flat_model.flattening(partial(self.flatten, images=self.images_of(kwargs))):
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)  # type: ignore[misc]
+
+    @when_flat
+    def _generate_single_turn(self, *args, **kwargs):
+        with self.flat.trained.attention_as_before():
+            return super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
+
+    # --- budgets ----------------------------------------------------------------------------------------------------
+
+    def refuse_small_budget(self, planner: MemoryPlanner) -> None:
+        """Refuse a budget that a micro-batch does not fit into if all its rows have the maximum length."""
+        if self.max_completion_length is None or self.flat.check.images is not None:  # image tokens are unknown
+            return
+        prompt, completion = self.longest_prompt(), self.max_completion_length
+        name = f"a prompt of {prompt} tokens with a completion of `max_completion_length={completion}`"
+        planner.refuse_oversized(prompt + completion, name)
+        if planner.needs is None:
+            return
+        number = self.args.per_device_train_batch_size
+        rows = [[0] * prompt + [i + 1] * completion for i in range(number)]  # all with one prompt
+        labels = [[IGNORE_INDEX] * prompt + row[prompt:] for row in rows]
+        # Refused if not even rows of one prompt fit; the error names the budget for rows with a prompt each
+        best = FlatBatch.from_rows(rows, labels, prefix_sharing=self.flat.trained.route.prefix_sharing)
+        if planner.least_bytes(best) > planner.budget:
+            worst = FlatBatch.from_rows(rows, labels, prefix_sharing=False)
+            named = f"a micro-batch of {number} rows, each {name}"
+            raise planner.too_small_for(worst, named, "`max_completion_length`")
+
+    def longest_prompt(self) -> int:
+        """Tokens of the prompt with the most characters; 1 if no prompt is known yet."""
+        data = self.train_dataset
+        makes_prompts = self.environment_factories or vars(self).get("rollout_func")
+        if not isinstance(data, Dataset) or "prompt" not in data.column_names or makes_prompts:
+            return 1
+        longest = max(data["prompt"], key=lambda prompt: len(str(prompt)))
+        return len(self._tokenize_prompts([longest])[0][0])
+
+    def padded_counts(self, inputs: Inputs) -> BatchCounts:
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        return BatchCounts(mask.numel(), int(mask.sum()), mask.numel())
+
+    # --- which rows share a micro-batch -----------------------------------------------------------------------------
+
+    def refuse_options(self) -> None:
+        options = self.flat.options
+        if options.arrange_micro_batches == "tokens":
+            raise ValueError(
+                f"`arrange_micro_batches='tokens'` needs rows of known length, and {self.trl_trainer.__name__} "
+                "generates them: set 'prefix', which brings the rows of one prompt together, or 'none'."
+            )
+        if options.arrange_micro_batches != "none":
+            owners = [cls for cls in type(self).__mro__ if "trl_trainer" in vars(cls)]
+            refuse_to_move(options, [*self.coupled_by(), *own_steps(self, owners, moves=True)])
+
+    @property
+    def steps_per_generation(self) -> int:
+        """How many micro-batches are generated together."""
+        return self.args.steps_per_generation
+
+    @when_flat
+    def _prepare_inputs(self, generation_batch):
+        steps = self.flat.steps if self.model.training else None
+        if steps is not None and steps.attempt.has_failed:
+            return self._generated
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if self.flat.options.arrange_micro_batches != "none" and self.model.training:
+            self.refuse_options()  # callbacks may have changed the loss
+            if self._buffered_inputs is not before:
+                number = self.steps_per_generation
+                size = math.gcd(self.args.gradient_accumulation_steps, number)  # micro-batches of one optimizer step
+                groups = (self._buffered_inputs[first : first + size] for first in range(0, number, size))
+                self._buffered_inputs = [batch for group in groups for batch in by_prompt(group)]
+                inputs = self._buffered_inputs[self._step % number]
+        if steps is not None:
+            self._generated = inputs
+            steps.remember()  # only now: a retry must not undo generation
+        return inputs

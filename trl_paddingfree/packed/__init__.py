@@ -1,0 +1,1 @@
+"""`check_packed`: whether packed rows of others are exact."""

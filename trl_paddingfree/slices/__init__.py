@@ -1,0 +1,1 @@
+"""One batch in slices, one after another."""
