@@ -3,8 +3,8 @@ Predict how much memory several GPUs need to compute a long flat batch together,
 the table of docs/sequence_parallel.md.
 """
 
-from trl_paddingfree.budgets.device import GIB
 from trl_paddingfree.cli.memory import BYTES, features_of, model_config, training_needs
+from trl_paddingfree.core.device import GIB
 
 MODEL = "llama-3-8b"
 TOKENS, GPUS = (65536, 131072, 262144, 524288), (1, 2, 4, 8)

@@ -5,6 +5,7 @@ import importlib
 import json
 import pkgutil
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -131,6 +132,41 @@ def test_the_exports_are_the_public_names_for_type_checkers_too():
     assert (PACKAGE / "py.typed").exists()
     (for_checkers,) = (node for node in ast.parse(FILES["__init__.py"]).body if isinstance(node, ast.If))
     assert {alias.name: node.module for node in for_checkers.body for alias in node.names} == trl_paddingfree._EXPORTS
+
+
+WITHOUT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import trl_paddingfree
+from trl_paddingfree.registry import TRAINERS
+print(*TRAINERS)
+print(*map(getattr, [trl_paddingfree] * 99, trl_paddingfree.__all__))
+for name in sys.argv[2:]:
+    for give in (lambda: getattr(trl_paddingfree, name), lambda: exec(f"from trl_paddingfree import {name}")):
+        try:
+            print(give())
+        except ImportError as error:
+            print(error)
+try:
+    TRAINERS["kto"]
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_without_folders_their_names_say_so_and_all_others_are_there(tmp_path):
+    gone = {name: path.split(".")[0] for name, path in trl_paddingfree._EXPORTS.items() if not path.startswith("core.")}
+    folders = sorted({*gone.values()})
+    assert folders == ["anywhere", "cli", "heads", "online", "packed"]
+    shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__", *folders))
+    tasks, names, *errors = in_a_fresh_process(WITHOUT, str(tmp_path), *gone).splitlines()
+    assert tasks == "dpo sft"
+    assert "PaddingFreeDPOTrainer" in names
+    expected = {
+        name: f"`{name}` needs the folder `{folder}` of trl_paddingfree, and this copy is without it."
+        for name, folder in gone.items()
+    }
+    assert errors == [expected[name] for name in gone for _ in range(2)] + [expected["PaddingFreeKTOTrainer"]]
 
 
 def test_modules_import_and_they_and_their_public_names_say_what_they_are():

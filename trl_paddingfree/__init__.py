@@ -1,8 +1,8 @@
 """TRL's trainers with almost no padding and with shared prefixes computed once: the same results from fewer tokens."""
 
-import importlib
 from typing import TYPE_CHECKING
 
+from .capabilities import is_there, needed
 from .core.versions import naming_versions
 
 __version__ = "0.6.0"
@@ -38,7 +38,8 @@ _EXPORTS = {
         f"PaddingFree{name}Trainer": f"{folder}.{name.lower()}" for folder, names in _TRAINERS.items() for name in names
     },
 }
-__all__ = [*_EXPORTS, "__version__"]
+# Any folder but the core may be deleted: its names are gone, and all others stay
+__all__ = [*(name for name, module in _EXPORTS.items() if is_there(module.partition(".")[0])), "__version__"]
 
 if TYPE_CHECKING:
     from .anywhere.prove import padding_free
@@ -83,8 +84,9 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> object:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    folder, _, module = _EXPORTS[name].partition(".")
     with naming_versions():
-        return getattr(importlib.import_module(f".{_EXPORTS[name]}", __name__), name)
+        return getattr(needed(folder, module, f"`{name}`"), name)
 
 
 def __dir__() -> list[str]:

@@ -2,21 +2,22 @@
 
 from typing import Any
 
-from .core.versions import naming_versions
-
-with naming_versions():
-    from .core.trainers import dpo, sft
-    from .heads import kto, reward
-    from .online import distillation, grpo, rloo
+import trl_paddingfree
 
 # In this order: data belongs to the first task whose columns it has
-TRAINERS: dict[str, Any] = {
-    "dpo": dpo.PaddingFreeDPOTrainer,
-    "kto": kto.PaddingFreeKTOTrainer,
-    "sft": sft.PaddingFreeSFTTrainer,
-    "grpo": grpo.PaddingFreeGRPOTrainer,
-    "reward": reward.PaddingFreeRewardTrainer,
-    "rloo": rloo.PaddingFreeRLOOTrainer,
-    "distillation": distillation.PaddingFreeDistillationTrainer,
-}
+_NAMES = ("DPO", "KTO", "SFT", "GRPO", "Reward", "RLOO", "Distillation")
+_EXPORTS = {name.lower(): f"PaddingFree{name}Trainer" for name in _NAMES}
+
+
+class _Trainers(dict[str, Any]):
+    def __missing__(self, task: str) -> Any:
+        if task in _EXPORTS:
+            return getattr(trl_paddingfree, _EXPORTS[task])  # says which folder is missing
+        raise KeyError(task)
+
+
+# Without those whose folders are not there
+TRAINERS = _Trainers(
+    (x, getattr(trl_paddingfree, name)) for x, name in _EXPORTS.items() if name in dir(trl_paddingfree)
+)
 TASKS = tuple(trainer.task for trainer in TRAINERS.values())

@@ -14,8 +14,8 @@ import psutil
 import torch
 
 from trl_paddingfree import __version__
-from trl_paddingfree.budgets.device import GIB, has_accelerator
 from trl_paddingfree.core.check.machine import accelerators, package_versions
+from trl_paddingfree.core.device import GIB, has_accelerator
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.benchmark import Timer
 from trl import pack_dataset
 
-from trl_paddingfree.budgets.device import PeakMemory
+from trl_paddingfree.core.device import PeakMemory
 from trl_paddingfree.core.flat.batch import IGNORE_INDEX
 from trl_paddingfree.core.trainers.engine import base_of
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from trl_paddingfree.budgets.device import GIB
 from trl_paddingfree.cli.quickstart.charts import figure
+from trl_paddingfree.core.device import GIB
 
 from .environment import machine_name
 from .tasks import BENCHMARKED

@@ -12,8 +12,8 @@ from tests.helpers.tiny import DATA, REENTRANT, SEED, conversations, lora, prefe
 from tests.helpers.vision import vision_pairs
 from tests.runs import ROUNDED, assert_same, run
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.budgets.device import GIB
 from trl_paddingfree.budgets.planner import MemoryPlanner
+from trl_paddingfree.core.device import GIB
 from trl_paddingfree.core.flat.schedule import Schedule
 
 

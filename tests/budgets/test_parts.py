@@ -15,8 +15,8 @@ from tests.helpers.tiny import FOLLOWING, ROUTED, SEED, arguments, following_rot
 from tests.helpers.vision import WITHOUT_TORCHVISION, on_images, vision_pairs
 from tests.runs import assert_same, compare, make_trainer, run
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.budgets.device import GIB
 from trl_paddingfree.budgets.planner import MemoryPlanner
+from trl_paddingfree.core.device import GIB
 from trl_paddingfree.core.trainers.engine import adds_up_shards
 from trl_paddingfree.slices import decoder as slices
 

@@ -29,11 +29,11 @@ from tests.helpers.tiny import (
 from tests.helpers.vision import vision_messages, vision_pairs
 from tests.runs import run
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.budgets.device import GIB
 from trl_paddingfree.budgets.kept_bytes import count_kept_bytes
 from trl_paddingfree.budgets.needs import fixed_bytes, optimizer_bytes, tensor_bytes
 from trl_paddingfree.budgets.planner import CORRECTED, MemoryPlanner
 from trl_paddingfree.budgets.saved_bytes import SavedBytes
+from trl_paddingfree.core.device import GIB
 from trl_paddingfree.core.flat.schedule import Schedule
 from trl_paddingfree.core.model.architecture import recompute_first
 from trl_paddingfree.core.model.flat_model import FlatModel

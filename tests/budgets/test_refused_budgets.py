@@ -11,7 +11,8 @@ from tests.helpers.memory import budgeted, layered, with_images
 from tests.helpers.tiny import ROUTED, SEED, conversations, make_model, preference_data
 from tests.helpers.vision import vision_pairs
 from tests.runs import run
-from trl_paddingfree.budgets.device import GIB, budget_bytes
+from trl_paddingfree.budgets.device import budget_bytes
+from trl_paddingfree.core.device import GIB
 
 
 @pytest.mark.slow

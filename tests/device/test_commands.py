@@ -7,8 +7,8 @@ import pytest
 from scripts.benchmark import run
 from scripts.benchmark.__main__ import main as bench
 from tests.helpers.reference_flash import varlen_on
-from trl_paddingfree.budgets.device import GIB
 from trl_paddingfree.cli.main import main
+from trl_paddingfree.core.device import GIB
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -29,8 +29,8 @@ from tests.helpers.vision import (
 from tests.runs import LAYOUTS, assert_as_close, make_trainer, off_by, run
 from tests.runs import TOLERANCE as AS_PADDED
 from trl_paddingfree import split_turns
-from trl_paddingfree.budgets.device import GIB
 from trl_paddingfree.budgets.planner import CORRECTED, MemoryPlanner
+from trl_paddingfree.core.device import GIB
 from trl_paddingfree.slices import decoder as slices
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}

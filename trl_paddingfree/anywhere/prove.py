@@ -7,14 +7,13 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
-from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..compiled.layers import compile_layers
 from ..core import upstream
 from ..core.check.again import prove_slices
 from ..core.check.comparison import HALF_DIGITS_FACTOR, relative_error, root_mean_square
-from ..core.check.probe import as_tried, check_rows, compute_dtype, rounding_unit, row_inputs
+from ..core.check.probe import as_tried, check_rows, compute_dtype, log_probs_of, rounding_unit, row_inputs
 from ..core.check.prove import UnprovenModelError, prove
 from ..core.flat.batch import IGNORE_INDEX, Inputs
 from ..core.model import architecture
@@ -73,7 +72,7 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True, 
     >>> FlatModel.of(model).counts
     BatchCounts(computed=6, real=7, padded=8, distinct=5, repeated=1)
     """
-    base = transformers_model(model, "padding_free")
+    base = architecture.transformers_model(model, "padding_free")
     if reason := why_padded(model.modules()):
         raise ValueError(f"{reason}, or leave the call of `padding_free` out.")
     if base.base_model is base and base.get_output_embeddings() is None:
@@ -108,25 +107,6 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True, 
     logger.warning(f"padding_free, {result.route}: exact on {where} (checked in {time.perf_counter() - start:.1f} s).")
     logger.info(f"The start-up check: {result}.")
     return model
-
-
-def transformers_model(model: torch.nn.Module, function: str) -> PreTrainedModel:
-    """The outermost transformers model in `model`, under PEFT or other wrappers. Errors name the calling `function`."""
-    if isinstance(model, str):
-        raise TypeError(
-            f"`model={model!r}`: `{function}` takes a model itself, not its name. Pass "
-            f"`AutoModelForCausalLM.from_pretrained({model!r})`."
-        )
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    base = next((each for each in modules if isinstance(each, PreTrainedModel)), None)
-    if base is None:
-        raise TypeError(f"`{function}` takes a model of transformers, and there is none in a {type(model).__name__}.")
-    if base.config.is_encoder_decoder:
-        raise ValueError(
-            f"{type(base).__name__} has an encoder and a decoder, which is not supported: `{function}` takes "
-            "models with a decoder alone."
-        )
-    return base
 
 
 class _CallWithRows:
@@ -199,10 +179,3 @@ class _CallWithRows:
             answers = self.both(right, with_labels=True)  # of losses, each by itself: they are small beside the others
             flat, padded = ((x.log_probs, x.output.get("loss", torch.zeros(()))) for x in answers)
             calls.with_labels = max(map(relative_error, flat, padded)) <= HALF_DIGITS_FACTOR * half_digits
-
-
-def log_probs_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """`(R, L-1)` float32: log-probabilities of `labels` by logits `(R, L, vocabulary)`; 0 where a label is -100."""
-    targets = labels[:, 1:].to(logits.device)
-    log_probs = logits[:, :-1].float().log_softmax(-1).gather(2, targets.clamp(min=0)[..., None]).squeeze(2)
-    return log_probs.masked_fill(targets == IGNORE_INDEX, 0.0)

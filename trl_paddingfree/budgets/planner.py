@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather
 
+from ..core.device import GIB, PeakMemory
 from ..core.flat.batch import FlatBatch
 from ..core.flat.counts import of_all_processes
 from ..core.flat.schedule import Schedule
@@ -19,7 +20,6 @@ from ..core.model.flat_model import FlatModel
 from ..core.trainers.engine import is_sharded
 from ..groups.sequence import scored_sizes
 from ..slices.axis import cut_by_number, cut_by_size, kept_keys, sizes_to_try
-from .device import GIB, PeakMemory
 from .features import TOKENS, joined_features, memory_features, slice_features
 from .needs import MemoryNeeds
 

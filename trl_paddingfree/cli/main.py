@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+from ..capabilities import needed
 from ..core.versions import naming_versions
 from .load import NAME_THE_DATA, refuse_missing
 from .options import LOADING, NO, OK, answer_at_once, make_parser, refuse, spelled
@@ -79,7 +80,6 @@ def inspect(args: argparse.Namespace) -> int:
     from ..images.savings import image_counts
     from ..registry import TASKS
     from .load import load_rows
-    from .memory import memory_report, model_config
     from .quickstart.charts import drawn, plot_waste
     from .savings import measure
     from .tables import print_memory, print_waste
@@ -87,6 +87,9 @@ def inspect(args: argparse.Namespace) -> int:
 
     silence()
     if args.model is not None:  # a wrong name is refused before data is loaded
+        needed("budgets", "needs", f"`--model {args.model}`")
+        from .memory import memory_report, model_config
+
         with loading(args.model):
             model_config(args.model)
     with loading(args.dataset):
@@ -141,13 +144,12 @@ def check(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from ..core.check.report import as_dict, check_model, load_model
-    from ..packed.check import check_packed
     from .tables import print_routes
 
     given = args.model, args.dtype, args.attn_implementation
     if args.packed:
         with loading(args.model):
-            result = check_packed(load_model(*given))
+            result = needed("packed", "check", "`--packed`").check_packed(load_model(*given))
         if args.json:
             print_json({"packed": str(result.route), "verdict": result.verdict, **as_dict(result)})
         else:

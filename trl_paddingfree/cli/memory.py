@@ -25,11 +25,11 @@ from transformers import (
 )
 from trl.trainer.utils import add_fused_lm_head
 
-from ..budgets.device import GIB
 from ..budgets.features import CONSTANT, FEATURES, KEYS, SCORED, TOKENS
 from ..budgets.kept_bytes import count_kept_bytes
 from ..budgets.needs import HeadBytes, MemoryNeeds
 from ..core import upstream
+from ..core.device import GIB
 from ..core.flat.counts import BatchCounts
 from ..core.model.architecture import beyond_varlen, recomputable_layers
 from ..core.model.casts import cast_inputs_once

@@ -12,12 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..core.data.lengths import token_lengths
 from ..core.data.task import Task
-from ..core.flat.counts import BatchCounts
+from ..core.flat.counts import BatchCounts, Counted
 from ..data_checks.validate import refuse_unread_instructions
-
-# Number of rows that TRL keeps; lengths before truncation, `(rows, sequences)`; and a function that counts a batch of
-# kept rows, given their indices
-Counted = tuple[int, np.ndarray, Callable[[np.ndarray], BatchCounts]]
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from ..budgets.device import GIB
 from ..core.check.report import ModelReport
+from ..core.device import GIB
 from .savings import WasteReport
 
 

@@ -27,7 +27,7 @@ from trl import (
 from trl.scripts.grpo import GRPOScriptArguments
 from trl.scripts.rloo import RLOOScriptArguments
 
-from ..budgets.device import has_accelerator
+from ..core.device import has_accelerator
 from ..core.trainers.base import FlatTrainer
 from ..core.trainers.configs import PaddingFreeOptions, PaddingFreeSFTConfig, option, silence
 from ..registry import TRAINERS

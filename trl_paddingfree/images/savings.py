@@ -8,10 +8,10 @@ import torch
 from datasets import Dataset
 from datasets.fingerprint import Hasher
 
-from ..cli.savings import Counted
 from ..core.data.rows import PromptGroups
 from ..core.data.task import Task
 from ..core.flat.batch import IGNORE_INDEX, FlatBatch
+from ..core.flat.counts import Counted
 from .collate import of_images
 from .examples import prompt_in_messages
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..anywhere.prove import transformers_model
 from ..core import upstream
 from ..core.check.probe import LIMITS, Call, RowsAlone, undisturbed
 from ..core.check.prove import CheckResult, compare_rows, draws_of
@@ -116,7 +115,7 @@ def check_packed(
     >>> result.verdict, result.documents
     ('exact', 8)
     """
-    base = transformers_model(model, "check_packed")
+    base = architecture.transformers_model(model, "check_packed")
     if is_pooled(base):
         raise ValueError(f"`check_packed` reads logits of tokens, and {type(base).__name__} has no head for them.")
     implementation = str(upstream.attn_implementation(base))

@@ -13,7 +13,6 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from ..anywhere.prove import log_probs_of
 from ..core.check.comparison import relative_error, root_mean_square
 from ..core.check.gradients import RowsInTraining
 from ..core.check.probe import (
@@ -25,6 +24,7 @@ from ..core.check.probe import (
     Variants,
     check_rows,
     largest_difference,
+    log_probs_of,
     rounding_unit,
     row_inputs,
     undisturbed,

@@ -12,9 +12,9 @@ from accelerate import Accelerator
 from datasets import Dataset
 from peft import LoraConfig
 
-from trl_paddingfree.budgets.device import GIB
 from trl_paddingfree.cli.memory import features_of, model_config, training_needs
 from trl_paddingfree.cli.quickstart.side_by_side import classes_of, make_trainer
+from trl_paddingfree.core.device import GIB
 
 from ..differences import differences
 from ..environment import default_device, machine_name

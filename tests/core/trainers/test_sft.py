@@ -12,8 +12,8 @@ from tests.helpers.flat_and_padded import flat_model
 from tests.helpers.tiny import ATTENTIONS, ROUTED, SEED, arguments, conversations, make_model, prompt_completions, saved
 from tests.runs import TOLERANCE, make_trainer, run
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.budgets.device import GIB
 from trl_paddingfree.core.data.collate import LanguageModelingCollator
+from trl_paddingfree.core.device import GIB
 
 MAX_LENGTH = 24
 

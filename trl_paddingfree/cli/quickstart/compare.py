@@ -16,8 +16,8 @@ from rich.console import Console
 from transformers.utils import logging
 from trl import extract_prompt
 
-from ...budgets.device import has_accelerator
 from ...core.data.task import task_of
+from ...core.device import has_accelerator
 from ...registry import TRAINERS
 from ..load import load_rows
 from ..tables import right, table

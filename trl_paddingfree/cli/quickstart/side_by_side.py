@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers import PrinterCallback, TrainerCallback
 
-from ...budgets.device import GIB, has_accelerator
+from ...core.device import GIB, has_accelerator
 from ...registry import TRAINERS
 
 ON_CPU = {"use_cpu": True, "bf16": False, "dataloader_pin_memory": False}

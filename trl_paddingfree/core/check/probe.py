@@ -147,6 +147,13 @@ def row_inputs(model: PreTrainedModel, rows: Rows, width: int = 0, prefix_sharin
     return send_to_device(inputs, model.get_input_embeddings().weight.device)  # type: ignore[union-attr]
 
 
+def log_probs_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """`(R, L-1)` float32: log-probabilities of `labels` by logits `(R, L, vocabulary)`; 0 where a label is -100."""
+    targets = labels[:, 1:].to(logits.device)
+    log_probs = logits[:, :-1].float().log_softmax(-1).gather(2, targets.clamp(min=0)[..., None]).squeeze(2)
+    return log_probs.masked_fill(targets == IGNORE_INDEX, 0.0)
+
+
 def largest_difference(found: Answers, expected: Answers) -> float:
     """The largest root mean square difference between the answers to a row and those expected, in nats."""
     return max(root_mean_square(a - b) for a, b in zip(found, expected, strict=True) if len(a))

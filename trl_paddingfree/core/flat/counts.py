@@ -1,11 +1,12 @@
 """How many tokens a batch computes, here and with other methods, counted on the host."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from operator import add
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -41,6 +42,11 @@ class BatchCounts:
         return BatchCounts(*map(add, self.as_tuple(), other.as_tuple()))
 
     as_tuple = astuple  # the counts, in the order above
+
+
+# What is counted of a data set: the number of rows that TRL keeps; lengths before truncation, `(rows, sequences)`; and
+# a function that counts a batch of kept rows, given their indices
+Counted = tuple[int, np.ndarray, Callable[[np.ndarray], BatchCounts]]
 
 
 class TokenCounts:

@@ -14,6 +14,25 @@ TYPE_ROWS = ("token_type_ids", "mm_token_type_ids")
 CACHES = ("cache", "past_key_values", "cache_params")
 
 
+def transformers_model(model: torch.nn.Module, function: str) -> PreTrainedModel:
+    """The outermost transformers model in `model`, under PEFT or other wrappers. Errors name the calling `function`."""
+    if isinstance(model, str):
+        raise TypeError(
+            f"`model={model!r}`: `{function}` takes a model itself, not its name. Pass "
+            f"`AutoModelForCausalLM.from_pretrained({model!r})`."
+        )
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    base = next((each for each in modules if isinstance(each, PreTrainedModel)), None)
+    if base is None:
+        raise TypeError(f"`{function}` takes a model of transformers, and there is none in a {type(model).__name__}.")
+    if base.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(base).__name__} has an encoder and a decoder, which is not supported: `{function}` takes "
+            "models with a decoder alone."
+        )
+    return base
+
+
 def config_value(config: PreTrainedConfig, name: str) -> Any:
     """An entry of a configuration, possibly an alias; `None` if this type of model has none."""
     return getattr(config, name, None)  # no class lists all names: there are aliases, properties and extra keys

@@ -15,9 +15,9 @@ from transformers.utils import is_torch_xla_available, logging
 from trl import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
 from trl.trainer.utils import get_config_model_id
 
-from ...budgets.device import has_accelerator
 from ...data_checks.validate import did_you_mean
 from ..data.lengths import AnyDataset
+from ..device import has_accelerator
 from ..model.masks import BackendName
 
 logger = logging.get_logger(__name__)

@@ -11,7 +11,6 @@ from accelerate import Accelerator
 from transformers import PreTrainedConfig, TrainingArguments
 
 from ...arranging.order import StepSampler
-from ...budgets.device import PeakMemory
 from ...budgets.planner import MemoryPlanner
 from ...budgets.planning import make_planner
 from ...budgets.steps import TrainingSteps
@@ -20,6 +19,7 @@ from ...groups.form import form_group
 from ...groups.sequence import SequenceGroup
 from .. import upstream
 from ..check.prove import UnprovenModelError
+from ..device import PeakMemory
 from ..flat.counts import TokenCounts
 from ..model import architecture
 from ..model.casts import cast_inputs_once

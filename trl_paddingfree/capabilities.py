@@ -1,0 +1,31 @@
+"""What the package can do beside its core: each capability is one folder, named by nothing else but `cli/`.
+
+A folder may be deleted: what it adds is gone then, and everything else works.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+
+def is_there(capability: str) -> bool:
+    """Whether this copy of the package has the folder of a capability."""
+    return find_spec(f"{__package__}.{capability}") is not None
+
+
+def module_of(capability: str, module: str) -> Any:
+    """A module of a capability; `None` if it, or the capability, is not there."""
+    name = f"{__package__}.{capability}"
+    return import_module(f"{name}.{module}") if is_there(capability) and find_spec(f"{name}.{module}") else None
+
+
+def needed(capability: str, module: str, by: str) -> Any:
+    """
+    A module of a capability that the user has asked for, by what `by` names.
+
+    Raises:
+        `ImportError`: The capability is not there.
+    """
+    if not is_there(capability):
+        raise ImportError(f"{by} needs the folder `{capability}` of {__package__}, and this copy is without it.")
+    return import_module(f"{__package__}.{capability}.{module}")
