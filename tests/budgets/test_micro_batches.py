@@ -1,6 +1,6 @@
 """Moving and splitting the examples of one optimizer step: the same training, in another order."""
 
-from functools import partial
+from functools import partial, wraps
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,7 +13,7 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import RandomSampler
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 from trl import DPOTrainer, SFTTrainer
 
 from scripts.benchmark.studies.arranging import imbalance
@@ -28,11 +28,12 @@ from tests.helpers.tiny import (
     preference_data,
 )
 from tests.runs import PER_MICRO_BATCH, assert_same, compare, make_trainer, run, train
-from trl_paddingfree import PaddingFreeDPOTrainer, PaddingFreeSFTTrainer, PreferenceCollator
+from trl_paddingfree import PaddingFreeDPOTrainer, PaddingFreeSFTTrainer, PreferenceCollator, coupling
 from trl_paddingfree.arranging.order import StepSampler, balance, by_tokens
 from trl_paddingfree.budgets.features import FEATURES, TOKENS
 from trl_paddingfree.budgets.planner import MemoryPlanner
 from trl_paddingfree.core.data.lengths import example_tokens, truncated
+from trl_paddingfree.coupling import is_published
 from trl_paddingfree.registry import TRAINERS
 
 
@@ -315,6 +316,72 @@ CHANGES = {
         p.register_hook(lambda gradient: gradient.clamp(-1e-2, 1e-2)) for p in trainer.model.parameters()
     ],
 }
+
+
+def squared_loss(compute):
+    return lambda *args, **kwargs: compute(*args, **kwargs) ** 2
+
+
+def centered(compute):
+    """References less their mean over the micro-batch: of a part, another one."""
+
+    def references(*args):
+        chosen, rejected = compute(*args)
+        return chosen - rejected.mean(), rejected
+
+    return references
+
+
+def clipped_step(step):
+    def stepped(trainer, *args, **kwargs):
+        loss = step(trainer, *args, **kwargs)
+        torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 0.05)
+        return loss
+
+    return stepped
+
+
+def squared_backward(_):
+    return lambda accelerator, loss, **kwargs: loss.square().backward()
+
+
+def without_first_pair(prepare):
+    def prepared(*args):
+        inputs = prepare(*args)
+        inputs["completion_mask"][:: len(inputs["completion_mask"]) // 2] = 0
+        return inputs
+
+    return prepared
+
+
+PATCHES = {
+    "loss": (DPOTrainer, "_compute_loss", squared_loss),
+    "step": (DPOTrainer, "training_step", clipped_step),
+    "references": (DPOTrainer, "compute_ref_log_probs", centered),
+    "inputs": (Trainer, "_prepare_inputs", without_first_pair),
+    "backward": (Accelerator, "backward", squared_backward),
+}
+
+
+@pytest.mark.parametrize("names", [False, True], ids=["plain", "wraps"])
+@pytest.mark.parametrize("patch", PATCHES)
+def test_what_replaces_a_method_of_a_library_counts(model_dir, patch, names, monkeypatch):
+    """It may be any function of a micro-batch, whether or not it bears the name of what it replaces."""
+    owner, method, change = PATCHES[patch]
+    original = getattr(owner, method)
+    changed = change(original)
+    monkeypatch.setattr(owner, method, wraps(original)(changed) if names else changed)
+    trained = partial(run, "dpo", model=model_dir, per_device_train_batch_size=8, steps=2)
+    assert_same(trained("padded"), trained("ours", max_tokens_per_micro_batch=130))
+    with pytest.raises(ValueError, match=f"with `{owner.__name__}.{method}`.* the loss of an example depends"):
+        trained("ours", arrange_micro_batches="tokens")
+
+
+@pytest.mark.parametrize("trainer_class", TRAINERS.values())
+def test_methods_of_libraries_are_known_as_published(trainer_class):
+    """With all their decorators: otherwise nothing would run in parts."""
+    methods = [(cls, name) for cls in (*trainer_class.__mro__, Accelerator) for name in coupling._OF_STEPS]
+    assert [(cls, name) for cls, name in methods if name in vars(cls) and not is_published(cls, name)] == []
 
 
 def trained_after(change, model_dir, layout, event="on_train_begin", **options):

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import find_batch_size
 from transformers.utils import logging
 
-from ..core import upstream
 from ..core.flat.batch import Inputs
 from ..core.flat.counts import of_all_processes
 from ..core.model.restored import attributes_set
@@ -30,8 +28,6 @@ logger = logging.get_logger(__name__)
 
 # Methods with which losses and metrics exchange figures between processes
 _COLLECTIVE = ("gather", "gather_for_metrics", "pad_across_processes", "reduce")
-# Methods of a trainer, and of its accelerator, between a micro-batch and its gradients
-_OF_STEPS = ("training_step", "_prepare_inputs", "compute_loss", "_compute_loss", "backward")
 Step = Callable[[Inputs], torch.Tensor]
 
 
@@ -44,33 +40,6 @@ class Part:
     # because other processes compute one; `None` if the micro-batch is not divided
     sizes: dict[str, int] | None = None
     weight: float = 1.0  # the weighted losses of all parts add up to the loss of the micro-batch
-
-
-def own_steps(trainer: Any, owners: Sequence[type], moves: bool) -> list[str]:
-    """
-    What may make the gradients of a micro-batch any function of it: hooks, and methods of the trainer itself or of
-    classes other than `owners` and their bases. What wraps the whole step counts only if it `moves` examples.
-    """
-    known, classes = {base for cls in owners for base in cls.__mro__}, type(trainer).__mro__
-    outer = () if moves else (trainer, *takewhile(lambda cls: cls not in known, classes))
-    places = [(cls.__name__, cls) for cls in classes if cls not in known]
-    found = [
-        f"`{name}.{method}`"
-        for name, place in (*places, ("trainer", trainer), ("accelerator", trainer.accelerator))
-        for method in _OF_STEPS
-        if method in vars(place) and not (method == "training_step" and place in outer)
-    ]
-    # A class of the user's own with `part_sizes` says that hooks are linear, and those of DeepSpeed and PEFT are
-    is_ours = owners[0].__module__.startswith("trl_paddingfree.")
-    if (is_ours or "part_sizes" not in vars(owners[0])) and not trainer.is_deepspeed_enabled:
-        if trainer.flat.has_hooks is None:  # once per call of `train()`: models have thousands of modules
-            trainer.flat.has_hooks = not all(
-                str(getattr(getattr(hook, "func", hook), "__module__", None)).startswith("peft.")  # also of partials
-                for holder in (*trainer.model.parameters(), *trainer.model.modules())
-                for hook in upstream.gradient_hooks(holder)
-            )
-        found += ["hooks on gradients"] * trainer.flat.has_hooks
-    return found
 
 
 @contextmanager

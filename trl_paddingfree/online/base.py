@@ -13,7 +13,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import ProcessorMixin
 
 from ..budgets.planner import MemoryPlanner
-from ..budgets.steps import own_steps
 from ..core import upstream
 from ..core.data.rows import PromptGroups, generated_on_host
 from ..core.data.task import Task
@@ -25,6 +24,7 @@ from ..core.trainers.base import FlatTrainer
 from ..core.trainers.configs import Arguments
 from ..core.trainers.refusals import refuse_to_move, refuse_untried_images
 from ..core.trainers.runtime import when_flat
+from ..coupling import own_steps
 from ..images.check import MADE_UP, ImageProbe
 from ..images.collate import VisionLanguageModelingCollator
 from ..images.examples import first_examples, has_images, made_up_examples, prompt_in_messages

@@ -13,7 +13,8 @@ from torch.utils.data import RandomSampler
 
 from ...arranging.order import StepSampler, by_prefix, by_tokens
 from ...budgets.planning import refuse_small_budget
-from ...budgets.steps import Part, own_steps
+from ...budgets.steps import Part
+from ...coupling import own_steps
 from ...images.check import ImageProbe
 from ...images.collate import FlatVisionCollator
 from ...images.examples import first_examples
