@@ -291,6 +291,13 @@ def test_offloading_without_an_accelerator_is_refused_before_launching(capsys, m
     assert launched == []
 
 
+def test_what_cannot_be_resumed_is_refused_before_launching(capsys, launched, tmp_path):
+    options = ["--resume_from_checkpoint", "true", "--use_cpu", "true", "--bf16", "false", "--output_dir"]
+    assert cli.main(["dpo", *NAMED, *options, str(tmp_path)]) == 2
+    assert f"and '{tmp_path}' has no complete checkpoint: leave it out" in capsys.readouterr().err
+    assert launched == []
+
+
 def test_every_head_of_the_table_fits_into_a_terminal(capsys, monkeypatch, tmp_path, model_dir):
     monkeypatch.setenv("COLUMNS", "80")
     file = tmp_path / "prompts.jsonl"

@@ -1,9 +1,12 @@
 """Runs that are killed, terminated, or meet a full disk go on as if nothing had happened."""
 
+import json
+import shutil
 import signal
 import subprocess
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -13,7 +16,8 @@ from safetensors.torch import load_file
 from tests.helpers.architectures import tiny_model
 from tests.helpers.launching import PER_MICRO_BATCH, ROOT, TIMEOUT, alone, assert_same_run, command, launch
 from tests.helpers.tiny import SEED, saved
-from trl_paddingfree.resuming.checkpoints import checkpoint_to_resume, is_whole
+from tests.runs import make_trainer
+from trl_paddingfree.resuming.checkpoints import checkpoint_to_resume, is_whole, problem_of
 
 # Counts and sums that TRL and transformers start anew when a run is resumed
 RESTARTED = (*PER_MICRO_BATCH, "num_tokens", "train_loss")
@@ -128,15 +132,102 @@ def test_a_full_disk_while_saving_leaves_the_checkpoint_before(model_dir, tmp_pa
     assert_same_run(whole, resumed, ignore=RESTARTED)
 
 
-def test_only_whole_checkpoints_are_resumed(tmp_path):
-    with pytest.raises(ValueError, match="has no complete checkpoint: leave it out"):
+@pytest.fixture(scope="module")
+def checkpoint(model_dir, tmp_path_factory):
+    """The last of two checkpoints of a run of adapters."""
+    output = tmp_path_factory.mktemp("run") / "out"
+    options = {"max_steps": 2, "per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 1}
+    alone("sft", model_dir, output, {**options, "lora": True})
+    return output / "checkpoint-2"
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+# What happens to a file of a checkpoint, and what is said
+DAMAGE = {
+    "optimizer.pt": (Path.unlink, "it has no optimizer.pt"),
+    "scheduler.pt": (Path.unlink, "it has no scheduler.pt"),
+    "rng_state.pth": (Path.unlink, "it has no rng_state.pth"),
+    "adapter_model.safetensors": (Path.unlink, "it has no weights"),
+    "trainer_state.json": (cut, "trainer_state.json, which is written last, is missing or cut off"),
+    "half adapter_model.safetensors": (cut, "adapter_model.safetensors is damaged .SafetensorError: .*incomplete"),
+    "half optimizer.pt": (cut, "optimizer.pt is damaged .BadZipFile"),
+    "junk scheduler.pt": (lambda file: file.write_bytes(b"junk"), "scheduler.pt is damaged .BadZipFile"),
+    "half rng_state.pth": (cut, "rng_state.pth is damaged"),
+    "a list in trainer_state.json": (lambda file: file.write_text("[1]"), "trainer_state.json, which is written last"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_checkpoint_is_named_with_its_file_and_the_one_before_is_resumed(checkpoint, tmp_path, name, caplog):
+    """transformers would start the optimizer and the schedule anew without a word if one of their files is missing."""
+    damage, said = DAMAGE[name]
+    folder = shutil.copytree(checkpoint.parent, tmp_path / "out")
+    damage(folder / "checkpoint-2" / name.split()[-1])
+    with pytest.raises(ValueError, match=f"checkpoint-2'` is no complete checkpoint: {said}.*checkpoint-1' is com"):
+        checkpoint_to_resume(str(folder / "checkpoint-2"), str(folder), engine="no")
+    assert checkpoint_to_resume(True, str(folder), engine="no") == str(folder / "checkpoint-1")
+    assert "checkpoint-1, the newest complete checkpoint, and not from checkpoint-2: " in caplog.text
+    shutil.rmtree(folder / "checkpoint-1")
+    with pytest.raises(ValueError, match=f"no complete checkpoint .checkpoint-2: {said}.*leave it out to start"):
+        checkpoint_to_resume("true", str(folder))
+
+
+def test_weights_alone_are_resumed_where_only_they_are_saved(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint, tmp_path / "checkpoint-2")
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        (folder / name).unlink()
+    assert checkpoint_to_resume(True, str(tmp_path), only_model=True) == str(folder)
+    with pytest.raises(ValueError, match="With `save_only_model=True`, training goes on from weights alone"):
         checkpoint_to_resume(True, str(tmp_path))
-    for step, state in ((2, "{}"), (10, '{"epoch": 0.'), (9, "{}"), (11, None)):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        if state is not None:
-            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
-    newest = str(tmp_path / "checkpoint-9")
-    assert checkpoint_to_resume("true", str(tmp_path)) == checkpoint_to_resume(True, str(tmp_path)) == newest
-    assert checkpoint_to_resume(str(tmp_path / "checkpoint-2"), str(tmp_path)) == str(tmp_path / "checkpoint-2")
-    with pytest.raises(ValueError, match=r"checkpoint-10'` is no complete checkpoint.*'.*checkpoint-9' is complete"):
-        checkpoint_to_resume(str(tmp_path / "checkpoint-10"), str(tmp_path))
+
+
+def test_a_missing_part_of_weights_in_several_files_is_named(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint, tmp_path / "checkpoint-2")
+    index = folder / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
+    with pytest.raises(ValueError, match="model-00001-of-00002.safetensors, which model.safetensors.index.json names"):
+        checkpoint_to_resume(str(folder), str(tmp_path))
+    index.write_text('{"weight_map": ')
+    with pytest.raises(ValueError, match=r"model.safetensors.index.json is damaged"):
+        checkpoint_to_resume(str(folder), str(tmp_path))
+
+
+def test_the_optimizer_must_be_that_of_the_engine_that_computes(checkpoint, tmp_path):
+    """One that DeepSpeed has sharded is not read by a run without it, which would start a new one."""
+    folder = shutil.copytree(checkpoint, tmp_path / "checkpoint-2")
+    (folder / "optimizer.pt").unlink()
+    (folder / "global_step2").mkdir()
+    assert problem_of(folder) == problem_of(folder, engine="deepspeed") == ""
+    assert problem_of(folder, engine="no") == "it has no optimizer.pt"
+    assert problem_of(folder, engine="fsdp") == "it has no optimizer.bin"
+    (folder / "optimizer_0").mkdir()
+    assert problem_of(folder, engine="fsdp") == ""
+
+
+def test_folders_with_other_names_and_those_that_are_not_there_are_no_checkpoints(checkpoint, tmp_path):
+    with pytest.raises(ValueError, match=r"has no complete checkpoint: leave it out"):
+        checkpoint_to_resume(True, str(tmp_path))
+    for name in ("checkpoint-²", "checkpoint-best", "checkpoint-"):
+        (tmp_path / name).mkdir()
+    folder = shutil.copytree(checkpoint, tmp_path / "checkpoint-10")
+    shutil.copytree(checkpoint, tmp_path / "checkpoint-9")
+    assert checkpoint_to_resume("true", str(tmp_path)) == checkpoint_to_resume(True, str(tmp_path)) == str(folder)
+    assert checkpoint_to_resume(str(tmp_path / "checkpoint-9"), str(tmp_path)) == str(tmp_path / "checkpoint-9")
+    with pytest.raises(ValueError, match=r"checkpoint-11'` is no complete checkpoint: there is no such folder. '.*10'"):
+        checkpoint_to_resume(str(tmp_path / "checkpoint-11"), str(tmp_path))
+
+
+@pytest.mark.parametrize("written", ['{"asked": ', "[1, 2]", b"\xff\xfe", "{}", '{"asked": [null, 64]}'])
+def test_what_a_budget_has_learnt_is_planned_anew_if_it_cannot_be_read(written, tmp_path, caplog):
+    planner = make_trainer("sft", "flat", max_tokens_per_micro_batch=64).flat.planner
+    limit, file = planner.limit, tmp_path / planner.state_file
+    file.write_bytes(written if isinstance(written, bytes) else written.encode())
+    if "64" in str(written):
+        file.write_text(json.dumps({"asked": planner.asked}))
+    planner.restore(tmp_path)
+    assert planner.limit == limit
+    # Releases before 0.5 have saved no `asked`
+    assert (f"{file} cannot be read (" in caplog.text) == (written != "{}")

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather
+from transformers.utils import logging
 
 from ..core.device import GIB, PeakMemory
 from ..core.flat.batch import FlatBatch
@@ -22,6 +23,8 @@ from ..groups.sequence import scored_sizes
 from ..slices.axis import cut_by_number, cut_by_size, kept_keys, sizes_to_try
 from .features import TOKENS, joined_features, memory_features, slice_features
 from .needs import MemoryNeeds
+
+logger = logging.get_logger(__name__)
 
 # The fewest tokens of a slice under `memory_budget`: shorter ones keep no device busy
 LEAST_SLICE = 128
@@ -278,9 +281,18 @@ class MemoryPlanner:
         path = Path(folder, self.state_file)
         if self.flat_model.group is not None or not path.exists():
             return
-        state = json.loads(path.read_text())
-        if state.get("asked") != self.asked:  # releases before 0.5 did not save it
+        try:
+            state = json.loads(path.read_text(encoding="utf-8"))
+            if state.get("asked") != self.asked:  # releases before 0.5 did not save it
+                return
+            saved, needs = {name: state[name] for name in _SAVED}, self.needs
+            if needs is not None:
+                needs = replace(needs, correction=state["correction"], fixed=max(needs.fixed, state["fixed"]))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:  # losses do not depend on it
+            logger.warning(
+                f"{path} cannot be read ({type(error).__name__}: {error}): the budget is planned anew. Delete the file "
+                "to silence this."
+            )
             return
-        vars(self).update({name: state[name] for name in _SAVED})
-        if (needs := self.needs) is not None:
-            self.needs = replace(needs, correction=state["correction"], fixed=max(needs.fixed, state["fixed"]))
+        vars(self).update(saved)
+        self.needs = needs

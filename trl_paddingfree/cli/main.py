@@ -230,7 +230,7 @@ def train(task: str, argv: Sequence[str]) -> int:
     )
     if args.training_script != launched.__name__:
         parser.error(f"unrecognized arguments: {args.training_script}")
-    script.say_where(training_args)
+    script.look_ahead(training_args)
     # accelerate warns that it uses its defaults for options left out
     launch.logger.addFilter(lambda record: "had defaults used instead" not in record.getMessage())
     try:

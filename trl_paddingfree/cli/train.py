@@ -31,6 +31,7 @@ from ..core.device import has_accelerator
 from ..core.trainers.base import FlatTrainer
 from ..core.trainers.configs import PaddingFreeOptions, PaddingFreeSFTConfig, option, silence
 from ..registry import TRAINERS
+from ..resuming.checkpoints import checkpoint_to_resume
 from .load import load_data
 from .options import LOADING, TRACEBACK, OneLineParser, answer_at_once, refuse
 from .tables import summarize
@@ -167,6 +168,13 @@ def say_where(training_args: TrainingArguments) -> None:
         )
 
 
+def look_ahead(training_args: TrainingArguments) -> None:
+    """Say where training runs, and refuse what cannot be resumed, before anything is loaded or launched."""
+    say_where(training_args)
+    given = training_args.resume_from_checkpoint, str(training_args.output_dir), training_args.save_only_model
+    checkpoint_to_resume(*given)
+
+
 def main(task: str, args: Sequence[str] | None = None, launched: bool = False) -> None:
     """Run the script of a task. If the command has `launched` it, unknown options were for `accelerate launch`."""
     silence()
@@ -180,7 +188,7 @@ def main(task: str, args: Sequence[str] | None = None, launched: bool = False) -
         if not launched:
             if unknown:
                 parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-            say_where(training_args)
+            look_ahead(training_args)
         trainer = make_trainer(TRAINERS[task], parsed)
     except LOADING as error:
         if "--traceback" in given:

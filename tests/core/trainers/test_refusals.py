@@ -209,6 +209,7 @@ REFUSED = {
     ),
     "no loss": ("dpo", {"loss_type": ["sigmod"]}, "`loss_type='sigmod'` is no loss that TRL's DPO"),
     "a file": ("dpo", {"output_dir": __file__}, "`output_dir='.*py'` is a file, and checkpoints go to a folder"),
+    "a folder in a file": ("sft", {"output_dir": f"{__file__}/a/b"}, "` lies below '.*py', which is a file"),
 }
 if hasattr(peft, "VeloraConfig"):  # not in the oldest version that will do
     REFUSED["VeLoRA"] = (
@@ -242,6 +243,13 @@ def test_bad_input_is_refused_in_one_line_before_anything_is_computed(name, unto
         with pytest.raises((ValueError, TypeError), match=message) as error:
             build(task, **{"model": untouched, "peft_config": None, **each})
         assert "\n" not in str(error.value)
+
+
+def test_a_link_to_nothing_is_no_folder_to_write_to(untouched, tmp_path):
+    (tmp_path / "out").symlink_to(tmp_path / "gone")
+    for name in ("out", "out/run"):
+        with pytest.raises(ValueError, match=f"`output_dir='.*{name}'` .*is a link to nothing, and checkpoints go to"):
+            build(model=untouched, output_dir=str(tmp_path / name))
 
 
 def test_parallelism_that_accelerate_was_launched_with_is_refused(untouched, monkeypatch):

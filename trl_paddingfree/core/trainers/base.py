@@ -267,8 +267,11 @@ class FlatTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         refusals.refuse_adapters([] if self.flat.pads else self.flat_models())  # some may have been added since
         self.flat.has_begun = False
+        engine = "deepspeed" if self.is_deepspeed_enabled else "fsdp" if self.is_fsdp_enabled else "no"
+        given = self.args.output_dir, self.args.save_only_model, engine
+        resumed = checkpoint_to_resume(resume_from_checkpoint, *given)
         with self.flat.checkpointing(self.args):
-            return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
+            return super().train(resumed, *args, **kwargs)
 
     def _save_checkpoint(self, *args, **kwargs):
         if self.args.should_save:  # an older checkpoint is incomplete while it is overwritten

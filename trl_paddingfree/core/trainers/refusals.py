@@ -59,8 +59,7 @@ def refuse_unflattenable(arguments: Arguments, task: Task, collator: type) -> No
                 f"and a flat batch is not made of rows. Set `{name}=1`, and for DPO and SFT "
                 f"`sequence_parallel_size={size}` of this package, or set `padding_free=False`."
             )
-    if Path(config.output_dir).is_file():
-        raise ValueError(f"`output_dir={config.output_dir!r}` is a file, and checkpoints go to a folder: name another.")
+    refuse_no_folder(config.output_dir)
     for name, dataset in given_datasets(arguments):
         if isinstance(dataset, Dataset) and not len(dataset):
             raise ValueError(f"The {name} data has no rows. Look at what selected them, or pass other data.")
@@ -92,6 +91,21 @@ def refuse_unflattenable(arguments: Arguments, task: Task, collator: type) -> No
         logger.warning(
             "`padding_free=True` with `per_device_train_batch_size=1`: there is next to nothing to gain, because a "
             "batch of one example has next to no padding. Use a larger batch and fewer `gradient_accumulation_steps`."
+        )
+
+
+def refuse_no_folder(output_dir: str) -> None:
+    """Refuse an `output_dir` that is no folder and cannot become one, before models are loaded."""
+    path = Path(output_dir)
+    there = next(each for each in (path, *path.absolute().parents) if each.exists() or each.is_symlink())
+    # Dangling links do not exist, and no folder can be made in their place
+    kind = "a link to nothing" if not there.exists() else "" if there.is_dir() else "a file"
+    if kind:
+        which = "is" if there == path else f"lies below {str(there)!r}, which is"
+        raise ValueError(f"`output_dir={output_dir!r}` {which} {kind}, and checkpoints go to a folder: name another.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"`output_dir={output_dir!r}` cannot be written to, because {str(there)!r} allows no writing: name another."
         )
 
 
