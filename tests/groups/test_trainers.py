@@ -32,7 +32,7 @@ from trl_paddingfree.core.model.routes import choose_route, refuse_unsliceable
 from trl_paddingfree.groups.exchange import Halo, head_shares, slice_sizes, span_of
 from trl_paddingfree.groups.sequence import SequenceGroup, owners_of, scored_sizes, slice_of
 from trl_paddingfree.recurrent.tree import tree_functions
-from trl_paddingfree.slices.axis import cut_by_number
+from trl_paddingfree.spans import cut_by_number
 
 # Sums over slices round as often as sums over micro-batches do, and no figure is a sum over other examples
 ROUNDING = 2e-5

@@ -16,7 +16,7 @@ from trl_paddingfree.budgets.needs import MemoryNeeds
 from trl_paddingfree.budgets.planner import MemoryPlanner
 from trl_paddingfree.core.model.architecture import recomputable_layers
 from trl_paddingfree.core.trainers import runtime
-from trl_paddingfree.slices.axis import NO_WINDOW
+from trl_paddingfree.spans import NO_WINDOW
 
 LAYERS = 3
 # Vision models: Qwen's images have sizes of their own

@@ -8,7 +8,7 @@ from tests.helpers.trees import random_segments
 from trl_paddingfree import Segments
 from trl_paddingfree.core.flat.layout import FlatLayout
 from trl_paddingfree.recurrent.pieces import Context, Pieces
-from trl_paddingfree.slices.axis import View
+from trl_paddingfree.spans import View
 
 
 @pytest.mark.parametrize("draw", range(SEED, SEED + 20))

@@ -12,7 +12,8 @@ from tests.helpers.trees import random_segments
 from trl_paddingfree import Segments
 from trl_paddingfree.core.flat.layout import FlatLayout
 from trl_paddingfree.core.flat.segments import something_to_compute
-from trl_paddingfree.slices.axis import NO_WINDOW, cut_by_number, cut_by_size, kept_keys, slices_of
+from trl_paddingfree.slices.axis import cut_by_size, kept_keys, slices_of
+from trl_paddingfree.spans import NO_WINDOW, cut_by_number
 
 seeds, sizes = st.integers(0, 10**6), st.integers(1, 80)
 

@@ -42,7 +42,8 @@ from trl_paddingfree.budgets.kept_bytes import count_kept_bytes
 from trl_paddingfree.core.flat.schedule import Schedule
 from trl_paddingfree.core.model.flat_model import FlatModel
 from trl_paddingfree.slices import decoder as slices
-from trl_paddingfree.slices.axis import NO_WINDOW, cut_by_number, kept_keys
+from trl_paddingfree.slices.axis import kept_keys
+from trl_paddingfree.spans import NO_WINDOW, cut_by_number
 
 PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8").splitlines()
 # By the page of models: those that go flat and read keys by our attention

@@ -18,14 +18,15 @@ from transformers import PreTrainedModel
 
 from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..core.model.architecture import checkpointing_layers, recomputable_layers
-from ..core.model.flat_model import FlatModel, keys_noted
+from ..core.model.flat_model import FlatModel
 from ..core.model.forward import is_pooled
 from ..core.model.restored import attributes_set, buffers_restored, random_state_restored
 from ..core.model.routes import Route
 from ..groups.sequence import scored_sizes
 from ..recurrent.layers import state_layers
-from ..slices.axis import NO_WINDOW
+from ..spans import NO_WINDOW
 from .features import KEYS, PAIRS, SCORED, TOKENS, memory_features
+from .keys import keys_noted
 from .saved_bytes import SavedBytes
 
 # Lengths of the rows that are counted: multiples of the chunk sizes of recurrent layers

@@ -20,7 +20,8 @@ from ..core.flat.schedule import Schedule
 from ..core.model.flat_model import FlatModel
 from ..core.trainers.engine import is_sharded
 from ..groups.sequence import scored_sizes
-from ..slices.axis import cut_by_number, cut_by_size, kept_keys, sizes_to_try
+from ..slices.axis import cut_by_size, kept_keys, sizes_to_try
+from ..spans import cut_by_number
 from .features import TOKENS, joined_features, memory_features, slice_features
 from .needs import MemoryNeeds
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ..core.flat.layout import FlatLayout, GatherIndex, once_per_layout
 from ..core.flat.segments import Ints, something_to_compute
-from ..slices.axis import cut_by_number, handed_on
+from ..spans import cut_by_number, handed_on
 
 
 def slice_sizes(total: int, size: int) -> Ints:

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig
 
 from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
-from ..core.flat.layout import Attention, FlatLayout, Gather, once_per_layout
+from ..core.flat.layout import FlatLayout, Gather, once_per_layout
 from ..core.flat.segments import Ints, something_to_compute
 from ..core.model.architecture import rotary_limits
-from ..core.model.masks import PassContext, Scan, Weights
+from ..core.model.masks import Around, Scan, Weights
 from ..core.model.restored import random_state_restored
 from .exchange import Exchanged, Gathered, Halo, head_shares, of_heads, slice_sizes, span_of
 
@@ -146,7 +146,7 @@ class SequenceGroup:
         return span_of(num_tokens, self.rank, self.size)
 
     def attend(
-        self, attend: Attention, context: PassContext, layer: torch.nn.Module, module: torch.nn.Module,
+        self, attend: Around, layout: FlatLayout, layer: torch.nn.Module, module: torch.nn.Module,
         *states: torch.Tensor, **kwargs: object,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         """
@@ -154,10 +154,10 @@ class SequenceGroup:
         computes it for the heads of this process, over all tokens of the layout: `(1, heads, T, D)`.
         """
         num_heads, of_tokens = states[0].size(1), [x.squeeze(0).transpose(0, 1) for x in states]
-        whole, heads = self._to_heads(of_tokens, context.layout.segments.num_tokens)
+        whole, heads = self._to_heads(of_tokens, layout.segments.num_tokens)
         own_module, kwargs = self._with_heads(module, heads, num_heads, kwargs)
         vars(own_module)["num_key_value_groups"] = whole[0].size(1) // whole[1].size(1)
-        output, _ = attend(own_module, *(x.transpose(0, 1)[None] for x in whole), **kwargs)
+        output, _ = attend(layout, layer, own_module, *(x.transpose(0, 1)[None] for x in whole), **kwargs)
         return self._to_tokens(output.squeeze(0), num_heads)[None], None
 
     def with_context(self, layout: FlatLayout, states: torch.Tensor, size: int) -> torch.Tensor:

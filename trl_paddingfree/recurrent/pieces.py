@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..core.flat.layout import FlatLayout, GatherIndex, once_per_layout
-from ..slices.axis import View, handed_on
+from ..spans import View, handed_on
 
 
 @dataclass(frozen=True)

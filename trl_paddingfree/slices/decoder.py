@@ -20,13 +20,14 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..core.flat.batch import FlatBatch
-from ..core.flat.layout import Attended, Attention, FlatLayout
+from ..core.flat.layout import Attended, FlatLayout
 from ..core.flat.segments import Ints, something_to_compute
 from ..core.model.architecture import by_name, checkpointing_layers, decoder_of, rotary_reach
-from ..core.model.masks import FlatMask, PassContext, Scan, Weights
+from ..core.model.masks import Around, FlatMask, Scan, Weights
 from ..core.model.restored import Change, attributes_set
 from ..groups.sequence import SequenceGroup, spans_of
-from .axis import NO_WINDOW, Slice, What, handed_on, slices_of
+from ..spans import NO_WINDOW, What, handed_on
+from .axis import Slice, slices_of
 
 Tensors = tuple[torch.Tensor, ...]
 # Image features that layers of a decoder (Qwen3-VL) add to hidden states, one tensor `(image tokens, H)` per layer
@@ -38,7 +39,7 @@ NOISE = "neftune_noise_alpha"
 class Carry:
     """
     What slice `number` reads from earlier ones, and what it keeps for later ones, in each call of attention, a
-    convolution or a scan. Implements [`~trl_paddingfree.core.model.masks.EarlierSlices`].
+    convolution or a scan. Implements [`~trl_paddingfree.core.model.masks.OtherSlices`].
     """
 
     cuts: Ints
@@ -49,13 +50,31 @@ class Carry:
     kept: list[torch.Tensor] = field(default_factory=list)
     places: dict[torch.nn.Module, list[int]] = field(default_factory=dict)  # where `kept` has a layer's keys, by call
     is_complete: bool = False  # whether the decoder is done: layers that recompute call attention again
+    current: Slice | None = None  # this slice, with the layout and the window of the current call of attention
+
+    def within(
+        self, attend: Around, layout: FlatLayout, layer: torch.nn.Module, module: torch.nn.Module,
+        *states: torch.Tensor, **kwargs: Any,
+    ) -> Attended:  # fmt: skip
+        """Outside of all else that goes around attention: it gets the layout of this slice, for the layer's window."""
+        window = kwargs.get("sliding_window")
+        if window is None or window >= layout.segments.max_seqlen_k:
+            window = NO_WINDOW
+        key = id(layout), window
+        if key not in self.slices:
+            self.slices[key] = slices_of(layout, self.cuts, self.with_reach, window)
+        self.current = self.slices[key][self.number]
+        return attend(self.current.layout, layer, module, *states, **kwargs)
 
     def attend(
-        self, attend: Attention, context: PassContext, layer: torch.nn.Module, module: torch.nn.Module,
-        *states: torch.Tensor, **kwargs: object,
+        self, attend: Around, layout: FlatLayout, layer: torch.nn.Module, module: torch.nn.Module,
+        *states: torch.Tensor, **kwargs: Any,
     ) -> Attended:  # fmt: skip
-        """Attention over the keys of earlier slices, then its own. Every slice makes its calls in the same order."""
-        own_slice, places = context.own_slice, self.places.setdefault(layer, [])
+        """
+        Inside of all else: attention over the keys of earlier slices, then its own. Every slice makes its calls in the
+        same order.
+        """
+        own_slice, places = self.current, self.places.setdefault(layer, [])
         assert own_slice is not None
         if not self.is_complete:
             places.append(len(self.kept))
@@ -64,20 +83,12 @@ class Carry:
             self._refuse_recomputing(f"{type(layer).__name__} is called several times in a pass and")
         earlier, place = [self.earlier[number] for number in own_slice.reads], places[-1]
         whole = [torch.cat([*(x[place + i] for x in earlier), own], 2) for i, own in enumerate(states[1:])]
-        return attend(module, states[0], *whole, **kwargs)
+        return attend(layout, layer, module, states[0], *whole, **kwargs)
 
     def carried_by(self, mask: FlatMask) -> FlatMask:
         """The mask of this slice, from that of the whole."""
-        return FlatMask.carrying(replace(mask.context, carry=self), per_token=mask.ndim == 2)
-
-    def within(self, context: PassContext, window: int | None) -> PassContext:
-        if window is None or window >= context.layout.segments.max_seqlen_k:
-            window = NO_WINDOW
-        key = id(context.layout), window
-        if key not in self.slices:
-            self.slices[key] = slices_of(context.layout, self.cuts, self.with_reach, window)
-        own_slice = self.slices[key][self.number]
-        return replace(context, layout=own_slice.layout, own_slice=own_slice)
+        around = self.within, *mask.context.around, self.attend
+        return FlatMask.carrying(replace(mask.context, around=around, others=self), per_token=mask.ndim == 2)
 
     def span(self, num_tokens: int) -> range:
         return something_to_compute(self.cuts[self.number], self.cuts[self.number + 1], num_tokens)

@@ -54,6 +54,9 @@ class FlatBatch(HasTensors):
             The segments as index tensors for attention; how many tokens this and other methods compute.
         companion (`FlatBatch`, *optional*):
             Other rows of the same examples, computed in a separate call: KTO's mismatched completions.
+        hooks (`tuple`, *optional*):
+            What capabilities add to its passes, each a [`~trl_paddingfree.core.model.hooks.PassHook`]. Those that have
+            tensors are [`HasTensors`], which go to the device with the batch.
         images ([`~trl_paddingfree.images.rows.FlatImages`], *optional*):
             Which image feature each placeholder token gets, if rows have images.
         packed (`int`, *optional*):
@@ -88,6 +91,7 @@ class FlatBatch(HasTensors):
     layout: FlatLayout
     counts: BatchCounts
     companion: "FlatBatch | None" = None
+    hooks: tuple[Any, ...] = ()
     images: "FlatImages | None" = None
     packed: int | None = None
     empty_rows: int = 0

@@ -190,28 +190,28 @@ def _dispatch(attend: Attention, previous: str, module, query, key, value, atten
     """Attention as transformers calls it in each layer: `attend` computes flat batches, `previous` all other calls."""
     if isinstance(attention_mask, FlatMask):
         context = attention_mask.context
-        if context.carry is not None:
-            context = context.carry.within(context, kwargs.get("sliding_window"))
         kwargs = {name: x for name, x in kwargs.items() if name not in BOUNDARIES}
-        layout, held = context.layout, vars(module)
-        # Llama 4 scales queries by position in their row; their layer has used the position on the flat axis
-        if held.get("attn_temperature_tuning") and not held["use_rope"]:
-            floor = held["floor_scale"]
-            if max(query.size(2), layout.segments.max_seqlen_k) >= floor:
-                query = (query * scale_of_rows(layout, floor, held["attn_scale"])[:, None]).to(query.dtype)
-        call = partial(attend, layout, previous)
-        if context.watch is not None:
-            call = partial(context.watch, call, context, module)
-        for others in (context.carry, context.group):  # the group's exchange wraps the slice's attention
-            if others is not None:
-                call = partial(others.attend, call, context, module)
-        return call(module, query, key, value, **kwargs)
+        call = partial(_attend, attend, previous)
+        for around in reversed(context.around):
+            call = partial(around, call)
+        return call(context.layout, module, module, query, key, value, **kwargs)
     if attention_mask is not None and attention_mask.shape == (1, 1, 1, 1) and key.size(2) > 1:  # no model makes these
         raise RuntimeError(
             "The mask that tells attention of a flat batch was copied on its way, and is now one like any other, under "
             "which all tokens see one another. Leave out what copies or offloads arguments of layers."
         )
     return upstream.attention_function(previous, module)(module, query, key, value, attention_mask, **kwargs)
+
+
+def _attend(attend: Attention, previous: str, layout: FlatLayout, layer, module, query, key, value, **kwargs):
+    """Attention of a flat batch by the backend `attend`; for what goes around it, see `masks.Around`."""
+    held = vars(module)
+    # Llama 4 scales queries by position in their row; their layer has used the position on the flat axis
+    if held.get("attn_temperature_tuning") and not held["use_rope"]:
+        floor = held["floor_scale"]
+        if max(query.size(2), layout.segments.max_seqlen_k) >= floor:
+            query = (query * scale_of_rows(layout, floor, held["attn_scale"])[:, None]).to(query.dtype)
+    return attend(layout, previous, module, query, key, value, **kwargs)
 
 
 class StandIn(str):

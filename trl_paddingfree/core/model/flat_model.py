@@ -13,11 +13,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...groups.sequence import SequenceGroup
 from ...recurrent.layers import carries_state, install_state_layers, repeats_prefixes
-from ...slices.axis import NO_WINDOW
 from .. import upstream
 from ..flat.batch import FlatBatch, Inputs
 from ..flat.counts import BatchCounts
-from ..flat.layout import Attention
 from ..flat.schedule import Schedule
 from ..flat.transfer import on_device
 from ..versions import refuse_moved_head
@@ -25,8 +23,9 @@ from .architecture import by_name, recompute_first, rotary_limits
 from .attention import register_attention
 from .edits import EditsFound, refuse_unanswerable
 from .forward import flat_backbone, flat_forward, flat_inputs, is_pooled
-from .masks import ATTENTION_BACKENDS, PassContext
-from .restored import attributes_set, mark_of
+from .hooks import PassHook
+from .masks import ATTENTION_BACKENDS
+from .restored import mark_of
 from .routes import Route
 
 # Where a model keeps its [`FlatModel`], which is copied with the model
@@ -70,12 +69,12 @@ class FlatModel:
         self.group: SequenceGroup | None = None  # the processes that each compute a slice of a batch
         self.padded: Any = None  # [`~trl_paddingfree.anywhere.calls.PaddedCalls`], if padded calls are computed flat
         self.counts = BatchCounts()  # token counts of padded calls so far
-        self.watch: Attention | None = None  # sees the inputs of attention functions, see [`keys_noted`]
+        self.hooks: tuple[PassHook, ...] = ()  # what capabilities add to all passes
 
     def __getstate__(self) -> dict[str, object]:
         # Copies of the model drop what belongs to the trainer, and pending edits, whose events cannot be copied
-        left = dict.fromkeys(("flatten", "group", "watch"))
-        return {**vars(self), **left, "edits": EditsFound()}
+        left = dict.fromkeys(("flatten", "group"))
+        return {**vars(self), **left, "hooks": (), "edits": EditsFound()}
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> "FlatModel | None":
@@ -203,6 +202,8 @@ class FlatModel:
         if torch.is_grad_enabled():
             self.has_trained = True
             self.set_recompute(batch.schedule)
+        for hook in (*batch.hooks, *self.hooks):
+            batch = hook.begin(self, batch)
         if batch.schedule.cuts and self.why_whole:  # made for another model
             return replace(batch, schedule=Schedule())
         return batch
@@ -246,18 +247,3 @@ class FlatModel:
             yield
         finally:
             upstream.set_attn_implementation(self.model, ours)
-
-
-@contextmanager
-def keys_noted(model: PreTrainedModel) -> Iterator[list[tuple[torch.nn.Module, int, int]]]:
-    """Within this context, the list collects layer, window, and bytes of keys and values of each attention call."""
-    noted: list[tuple[torch.nn.Module, int, int]] = []
-    flat = FlatModel.of(model)
-    assert flat is not None
-
-    def note(attend: Attention, context: PassContext, layer, module, query, key, value, **kwargs: Any):
-        noted.append((layer, kwargs.get("sliding_window") or NO_WINDOW, key.nbytes + value.nbytes))
-        return attend(module, query, key, value, **kwargs)
-
-    with attributes_set([(flat, "watch", note)]):
-        yield noted

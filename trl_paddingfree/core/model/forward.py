@@ -187,7 +187,11 @@ def layout_arguments(flat_model: "FlatModel", batch: FlatBatch) -> Iterator[Inpu
     the layout: in most routes, a mask.
     """
     model, layout, backend = flat_model.model, batch.layout, flat_model.route.backend
-    context = PassContext(layout, flat_model.group, watch=flat_model.watch)
+    context, hooks = PassContext(layout), (*batch.hooks, *flat_model.hooks)
+    if (group := flat_model.group) is not None:
+        context = PassContext(layout, (group.attend,), group)
+    for hook in hooks:
+        context = hook.context(context)
     arguments: Inputs = {"use_cache": False}
     if flat_model.carries_state:
         arguments |= state_arguments(model, context)
@@ -198,8 +202,8 @@ def layout_arguments(flat_model: "FlatModel", batch: FlatBatch) -> Iterator[Inpu
     def give_boundaries(module, args, kwargs):
         return args, {**kwargs, **boundaries(layout)}
 
-    with ExitStack() as hooks:
-        changes: list[Change] = []
+    with ExitStack() as contexts:
+        changes: list[Change] = [change for hook in hooks for change in hook.changes(model, batch)]
         if batch.images is not None:
             changes.append(batch.images.features_in_order(model))
         embeddings = model.get_input_embeddings()
@@ -210,10 +214,10 @@ def layout_arguments(flat_model: "FlatModel", batch: FlatBatch) -> Iterator[Inpu
         if batch.schedule.cuts:
             changes.append(in_slices(model, batch, flat_model.group))
         if changes:
-            hooks.enter_context(attributes_set(changes))
+            contexts.enter_context(attributes_set(changes))
         if backend == "positions":  # by transformers' own arguments, in place of a mask
             if architecture.takes_images(model):  # past the vision tower, which would take them as its own
-                hooks.enter_context(
+                contexts.enter_context(
                     architecture.decoder_of(model).register_forward_pre_hook(give_boundaries, with_kwargs=True)
                 )
             else:

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from ...slices.axis import Slice
 from ..flat.batch import Inputs
 from ..flat.calls import AttentionCalls
-from ..flat.layout import Attended, Attention, FlatLayout, once_per_layout
+from ..flat.layout import Attended, FlatLayout, once_per_layout
 from .architecture import config_value
 
 # How attention is computed over flat batches
@@ -44,18 +43,11 @@ Masks = torch.Tensor | dict[str, "Masks"] | None
 
 class OtherSlices(Protocol):
     """
-    How layers get what they need from other slices of the flat axis: earlier ones, or those of other processes. Only
-    attention, convolutions and scans ask, because nothing else mixes tokens.
+    How layers that carry state get what they need from other slices of the flat axis: earlier ones
+    ([`~trl_paddingfree.slices.decoder.Carry`]), or those of other processes
+    ([`~trl_paddingfree.groups.sequence.SequenceGroup`]). Only convolutions and scans ask: nothing else mixes tokens but
+    attention.
     """
-
-    def attend(
-        self, attend: Attention, context: "PassContext", layer: torch.nn.Module, module: torch.nn.Module,
-        *states: torch.Tensor, **kwargs: object,
-    ) -> Attended:  # fmt: skip
-        """
-        Attention of this slice, computed by `attend` from `states` (query, key and value). `module` is the `layer` that
-        calls it, or a copy with some of its heads.
-        """
 
     def span(self, num_tokens: int) -> range:
         """The flat tokens of this slice, out of `num_tokens`."""
@@ -73,11 +65,9 @@ class OtherSlices(Protocol):
         """
 
 
-class EarlierSlices(OtherSlices, Protocol):
-    """How slices in time get what they need from earlier ones."""
-
-    def within(self, context: "PassContext", window: int | None) -> "PassContext":
-        """The context of this slice, from that of the whole, for attention with a `window` of positions."""
+# Goes around attention: `around(attend, layout, layer, module, query, key, value, **kwargs)` calls `attend` with these
+# arguments, or with others. `module` is the `layer` that calls attention, or a copy with some of its heads
+Around = Callable[..., Attended]
 
 
 @dataclass(frozen=True)
@@ -88,26 +78,15 @@ class PassContext:
     Args:
         layout (`FlatLayout`):
             How the tokens that attention computes lie on the flat axis.
-        group (`OtherSlices`, *optional*):
-            The processes that compute the batch together.
-        carry (`EarlierSlices`, *optional*):
-            What earlier slices of the pass hand to this one, and this one to later ones.
-        own_slice (`Slice`, *optional*):
-            This slice, set by [`EarlierSlices.within`] for attention; `layout` is then that of the slice.
-        watch (`Callable`, *optional*):
-            Called around the attention function, like [`OtherSlices.attend`], to measure it.
+        around (`tuple[Around, ...]`, *optional*):
+            What goes around the attention of each layer, outermost first.
+        others (`OtherSlices`, *optional*):
+            Where layers that carry state get what lies in other slices; `None` if there are none.
     """
 
     layout: FlatLayout
-    group: OtherSlices | None = None
-    carry: EarlierSlices | None = None
-    own_slice: Slice | None = None
-    watch: Attention | None = None
-
-    @property
-    def others(self) -> OtherSlices | None:
-        """Where layers that carry state get what lies in other slices."""
-        return self.carry or self.group
+    around: tuple[Around, ...] = ()
+    others: OtherSlices | None = None
 
 
 class FlatMask(torch.Tensor):

@@ -1,0 +1,53 @@
+"""What capabilities add to a pass of a flat model: hooks, of which a plain pass has none.
+
+A batch brings the hooks of what it is made of (its images, its slices), in [`FlatBatch.hooks`]; a model brings those of
+how it is trained (the processes that share a batch, the layers that recompute), in [`FlatModel.hooks`]. Those of the
+batch come first. This is the only place where a pass meets a capability.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from ..flat.batch import FlatBatch, Inputs
+from .masks import PassContext
+from .restored import Change
+
+if TYPE_CHECKING:
+    from trl.trainer.utils import FusedCausalLMOutput
+
+    from .flat_model import FlatModel
+
+# What TRL's head answers for the `P` scored tokens of a batch, in fields of shape `(1, P)`; what the backbone returned
+Answered = tuple["FusedCausalLMOutput", BaseModelOutput]
+# Computes what TRL's head answers for a batch, or for a share of it
+Compute = Callable[[FlatBatch], Answered]
+
+
+class PassHook:
+    """What a capability adds to a pass, in the order of a pass. Each method does nothing by default."""
+
+    def begin(self, flat_model: "FlatModel", batch: FlatBatch) -> FlatBatch:
+        """The `batch` as the model can compute it. Slices: whole, on a model that cannot cut it. Budgets: planned."""
+        return batch
+
+    def scored(self, flat_model: "FlatModel", batch: FlatBatch, compute: Compute) -> Answered:
+        """
+        What TRL's head answers for the scored tokens of a `batch`, from `compute`. Only the hooks of models are asked.
+        Groups: each process computes its share, and all gather the answers.
+        """
+        return compute(batch)
+
+    def inputs(self, model: PreTrainedModel, batch: FlatBatch, inputs: Inputs) -> Inputs:
+        """The arguments of the model's call, the flat tensors of the `batch` among them. Images: pixels, positions."""
+        return inputs
+
+    def context(self, context: PassContext) -> PassContext:
+        """What the mask carries to the layers. Groups: exchanges around attention. Budgets: a count of its keys."""
+        return context
+
+    def changes(self, model: PreTrainedModel, batch: FlatBatch) -> Iterable[Change]:
+        """What is set while the backbone computes the `batch`. Images: the order of features. Slices: the decoder."""
+        return ()
