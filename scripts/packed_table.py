@@ -56,6 +56,8 @@ their own and packed into one row. The losses should be equal, but those of gpt-
 for their convolutions are installed.
 
 ```python
+from tempfile import mkdtemp
+
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models
@@ -72,7 +74,7 @@ for model_type in ("qwen3", "gpt_oss"):
     config = AutoConfig.for_model(model_type, **sizes)
     model = AutoModelForCausalLM.from_config(config, dtype="float32")
     for packing in (False, True):
-        args = SFTConfig("out", packing=packing, eval_packing=packing, max_length=64, use_cpu=True, bf16=False,
+        args = SFTConfig(mkdtemp(), packing=packing, eval_packing=packing, max_length=64, use_cpu=True, bf16=False,
                          per_device_eval_batch_size=4, report_to="none", disable_tqdm=True)  # fmt: skip
         trainer = SFTTrainer(model, args, train_dataset=documents, eval_dataset=documents, processing_class=tokenizer)
         print(f"{{model_type}}, packed: {{packing}}, loss {{trainer.evaluate()['eval_loss']:.4f}}")

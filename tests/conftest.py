@@ -92,6 +92,16 @@ def vision_dir(tmp_path_factory):
     return saved(tmp_path_factory.mktemp("tiny-llava"), *make_vision("llava"))
 
 
+@pytest.fixture(scope="module")
+def checkout_stays():
+    """The tests of a module leave no files in the checkout; nothing to see in an installed package."""
+    from tests.helpers.pages import changed_files
+
+    before = changed_files()
+    yield
+    assert changed_files() == before
+
+
 @pytest.fixture
 def passes(monkeypatch):
     """The passes under a budget, as [`tests.helpers.memory.watch_passes`] gives them."""

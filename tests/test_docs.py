@@ -25,6 +25,8 @@ from trl_paddingfree.cli.train import make_parser as make_script_parser
 from trl_paddingfree.core.model.masks import BACKENDS
 from trl_paddingfree.core.trainers.configs import PaddingFreeDPOConfig, PaddingFreeOptions
 
+pytestmark = pytest.mark.usefixtures("checkout_stays")
+
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
     for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "docs/benchmarks/README.md"])

@@ -8,6 +8,7 @@ NOTEBOOK = ROOT / "docs" / "quick_start.ipynb"
 nbformat = pytest.importorskip("nbformat", reason='needs `pip install -e ".[docs]"`')
 nbclient = pytest.importorskip("nbclient", reason='needs `pip install -e ".[docs]"`')
 pytest.importorskip("ipykernel", reason='needs `pip install -e ".[docs]"`')
+pytestmark = pytest.mark.usefixtures("checkout_stays")
 
 
 @pytest.fixture(scope="module")
@@ -22,13 +23,15 @@ def test_the_notebook_is_committed_without_outputs(notebook):
 
 @pytest.mark.slow
 def test_the_notebook_runs_from_top_to_bottom(notebook, tmp_path, monkeypatch):
-    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": tmp_path}}).execute()
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    # Where editors run it: in its own folder, in which it leaves nothing
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": NOTEBOOK.parent}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     shown = [output.get("data", {}) for output in outputs]
     tables = [data["text/html"] for data in shown if "text/html" in data]
     assert ["computed tokens" in table for table in tables] == [True] * 2
     assert sum("image/png" in data for data in shown) == 3
-    assert {path.name for path in tmp_path.glob("*.png")} == {"waste.png", "SFT.png", "DPO.png"}
+    assert {path.name for path in tmp_path.rglob("*.png")} == {"waste.png", "SFT.png", "DPO.png"}
     printed = "".join(output.get("text", "") for output in outputs)
     for layout in ("no shared prefixes", "shared prefixes"):
         assert f"padding-free (segment, {layout}): losses differ by" in printed

@@ -15,6 +15,8 @@ from trl_paddingfree.cli.savings import measure
 from trl_paddingfree.core.data.lengths import example_tokens, truncated
 from trl_paddingfree.core.trainers.collated import CollatedTrainer
 
+pytestmark = pytest.mark.usefixtures("checkout_stays")
+
 LOSS, ROWS, GENERATED = blocks((ROOT / "docs" / "write_a_trainer.md").read_text(encoding="utf-8"), "python")
 TRIPLES = "your-name/triples"
 

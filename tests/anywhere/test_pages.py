@@ -12,6 +12,8 @@ from tests.helpers.pages import ROOT, blocks, short_and_local
 from tests.helpers.tiny import conversations, preference_data
 from trl_paddingfree import FlatModel
 
+pytestmark = pytest.mark.usefixtures("checkout_stays")
+
 ANY_TRAINER, PACKED = ((ROOT / "docs" / name).read_text() for name in ("any_trainer.md", "packed.md"))
 TITLES = re.findall(r"## (.*)\n\n```python", ANY_TRAINER)
 # Two that are exact, and of each kind of layer one that leaks

@@ -7,6 +7,11 @@ import pytest
 from tests.helpers.tiny import preference_data
 
 
+@pytest.fixture(scope="module", autouse=True)
+def commands_leave_no_files(checkout_stays):
+    """Commands write where they are told to."""
+
+
 @pytest.fixture
 def pairs_file(tmp_path):
     path = tmp_path / "pairs.jsonl"

@@ -1,9 +1,20 @@
-"""The code on the documentation's pages, as the tests run it."""
+"""The code on the documentation's pages, as the tests run it, and what it leaves in the checkout."""
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def changed_files() -> set[str]:
+    """What git calls changed, new or ignored in the checkout, without caches of tools; nothing without a checkout."""
+    if not (ROOT / ".git").exists() or not shutil.which("git"):
+        return set()
+    listed = ["git", "status", "--porcelain", "--ignored"]
+    lines = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    return {line for line in lines if not re.search(r"__pycache__/$|/?\.\w+(_cache)?/$|\.hypothesis|egg-info", line)}
 
 
 def blocks(text: str, language: str) -> list[str]:

@@ -35,13 +35,14 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
     another. A prompt that several completions share appears once in each flat row.
     See [`~trl_paddingfree.core.trainers.base.FlatTrainer`] for what it accepts and refuses.
 
+    >>> from tempfile import mkdtemp
     >>> from datasets import Dataset
     >>> from peft import LoraConfig
     >>> from trl_paddingfree import PaddingFreeKTOConfig, PaddingFreeKTOTrainer
     >>> from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
     >>> rows = [{"prompt": "one two", "completion": " three", "label": i % 2 == 0} for i in range(4)]
     >>> tokenizer = make_tokenizer(["one two three"])
-    >>> args = PaddingFreeKTOConfig("out", use_cpu=True, bf16=False, report_to="none")
+    >>> args = PaddingFreeKTOConfig(mkdtemp(), use_cpu=True, bf16=False, report_to="none")
     >>> model = make_model(tokenizer)  # or the name of one on the hub
     >>> data = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
     >>> trainer = PaddingFreeKTOTrainer(model, args=args, **data, peft_config=LoraConfig())

@@ -33,6 +33,7 @@ class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
     one flat row without padding, in which the prompt of a pair appears once, and the head reads the last token of each
     sequence. See [`~trl_paddingfree.core.trainers.base.FlatTrainer`] for what it accepts and refuses.
 
+    >>> from tempfile import mkdtemp
     >>> from datasets import Dataset
     >>> from transformers import AutoModelForSequenceClassification
     >>> from trl_paddingfree import PaddingFreeRewardConfig, PaddingFreeRewardTrainer
@@ -41,7 +42,7 @@ class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
     >>> tokenizer = make_tokenizer(["one two three eleven"])
     >>> config = make_model(tokenizer).config
     >>> config.num_labels = 1
-    >>> args = PaddingFreeRewardConfig("out", use_cpu=True, bf16=False, report_to="none")
+    >>> args = PaddingFreeRewardConfig(mkdtemp(), use_cpu=True, bf16=False, report_to="none")
     >>> model = AutoModelForSequenceClassification.from_config(config)  # or the name of one on the hub
     >>> trainer = PaddingFreeRewardTrainer(model, args=args, train_dataset=dataset, processing_class=tokenizer)
     >>> trainer.method

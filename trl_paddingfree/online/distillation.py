@@ -40,11 +40,13 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
     before the student keeps any activations, and only scored tokens enter the divergence. Generation is TRL's.
     See [`~trl_paddingfree.core.trainers.base.FlatTrainer`] for what it accepts and refuses.
 
+    >>> from tempfile import mkdtemp
     >>> from datasets import Dataset
     >>> from trl_paddingfree import PaddingFreeDistillationConfig, PaddingFreeDistillationTrainer
     >>> from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
     >>> tokenizer = make_tokenizer(["one two three eleven"])
-    >>> args = PaddingFreeDistillationConfig("out", max_completion_length=4, use_cpu=True, bf16=False, report_to="none")
+    >>> options = {"max_completion_length": 4, "use_cpu": True, "bf16": False, "report_to": "none"}
+    >>> args = PaddingFreeDistillationConfig(mkdtemp(), **options)
     >>> data = {"train_dataset": Dataset.from_list([{"prompt": "one two three"}] * 8), "processing_class": tokenizer}
     >>> student, teacher = make_model(tokenizer), make_model(tokenizer)  # or the names of two on the hub
     >>> trainer = PaddingFreeDistillationTrainer(student, teacher, args, **data)

@@ -20,11 +20,12 @@ class PaddingFreeGRPOTrainer(OnlineTrainer, GRPOTrainer):
     TRL's. `arrange_micro_batches="prefix"` brings the completions of one prompt together.
     See [`~trl_paddingfree.core.trainers.base.FlatTrainer`] for what it accepts and refuses.
 
+    >>> from tempfile import mkdtemp
     >>> from datasets import Dataset
     >>> from trl_paddingfree import PaddingFreeGRPOConfig, PaddingFreeGRPOTrainer
     >>> from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
     >>> tokenizer = make_tokenizer(["one two three eleven"])
-    >>> args = PaddingFreeGRPOConfig("out", max_completion_length=4, use_cpu=True, bf16=False, report_to="none")
+    >>> args = PaddingFreeGRPOConfig(mkdtemp(), max_completion_length=4, use_cpu=True, bf16=False, report_to="none")
     >>> data = {"train_dataset": Dataset.from_list([{"prompt": "one two three"}] * 4), "processing_class": tokenizer}
     >>> model = make_model(tokenizer)  # or the name of one on the hub
     >>> reward = lambda completions, **kwargs: [float(len(text)) for text in completions]

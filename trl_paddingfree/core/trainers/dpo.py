@@ -34,13 +34,14 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
     one flat row without padding, in which prompts shared by chosen and rejected sequences appear once.
     See [`~trl_paddingfree.core.trainers.base.FlatTrainer`] for what it accepts and refuses.
 
+    >>> from tempfile import mkdtemp
     >>> from datasets import Dataset
     >>> from peft import LoraConfig
     >>> from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer
     >>> from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
     >>> dataset = Dataset.from_list([{"prompt": "one two", "chosen": " three", "rejected": " eleven"}] * 4)
     >>> tokenizer = make_tokenizer(["one two three eleven"])
-    >>> args = PaddingFreeDPOConfig("out", use_cpu=True, bf16=False, report_to="none")
+    >>> args = PaddingFreeDPOConfig(mkdtemp(), use_cpu=True, bf16=False, report_to="none")
     >>> model = make_model(tokenizer)  # or the name of one on the hub
     >>> data = {"train_dataset": dataset, "processing_class": tokenizer}
     >>> trainer = PaddingFreeDPOTrainer(model, args=args, **data, peft_config=LoraConfig())
