@@ -3,7 +3,6 @@
 import argparse
 import os
 import pkgutil
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ from trl.scripts.rloo import RLOOScriptArguments
 
 from ..core.device import has_accelerator
 from ..core.trainers.base import FlatTrainer
-from ..core.trainers.configs import PaddingFreeOptions, PaddingFreeSFTConfig, option, silence
+from ..core.trainers.configs import PaddingFreeOptions, PaddingFreeSFTConfig, option, silence, valid_losses
 from ..registry import TRAINERS
 from ..resuming.checkpoints import checkpoint_to_resume
 from .load import load_data
@@ -118,11 +117,14 @@ class ScriptParser(OneLineParser, TrlParser):
 
     ours: Any = None  # an argument group, whose class is private
 
+    def __init__(self, dataclass_types: Sequence[Any], **options: Any):
+        self.losses = [loss for config in dataclass_types for loss in valid_losses(config)]
+        super().__init__(dataclass_types, **options)
+
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
         name = options.get("dest") or names[0].removeprefix("--")
         if name == "loss_type" and "choices" not in options:  # TRL would only check it when it computes the loss
-            words = re.findall(r"'(\w+)'", options["help"].partition("values are")[2].partition(".")[0])
-            options |= {"choices": words or None, "metavar": "LOSS_TYPE"}
+            options |= {"choices": self.losses or None, "metavar": "LOSS_TYPE"}
         if name not in _OURS:
             return super().add_argument(*names, **options)
         self.ours = self.ours or self.add_argument_group("options of trl-paddingfree")

@@ -42,6 +42,42 @@ def test_wrong_values_are_refused_with_what_to_write(config_class):
             config_class(**common, **{name: value})
 
 
+# Options that need a number or a truth value, what they are given, and what is said
+QUOTED = {
+    "max_length": ("512", "is a string, and must be a whole number: write `max_length=512`."),
+    "learning_rate": ("1e-4", "is a string, and must be a number: write `learning_rate=1e-4`."),
+    "beta": ("a", "is a string, and must be a number."),
+    "max_steps": (3.0, "must be a whole number: write `max_steps=3`."),
+    "bf16": ("no", "is a string, and must be `True` or `False`, without quotes."),
+    "use_cpu": ("true", "is a string, and must be `True` or `False`, without quotes."),
+}
+
+
+@pytest.mark.parametrize("name", QUOTED)
+def test_strings_in_place_of_numbers_are_refused_when_the_configuration_is_made_or_the_trainer(name):
+    value, message = QUOTED[name]
+    said = re.escape(f"`{name}={value!r}` {message}")
+    with pytest.raises(ValueError, match=said):
+        PaddingFreeDPOConfig(**{**COMMON, name: value})
+    config = DPOConfig(**COMMON)
+    setattr(config, name, value)
+    with pytest.raises(ValueError, match=said):
+        PaddingFreeDPOTrainer(model=make_model(), args=config, train_dataset=preference_data(4, 0))
+
+
+def test_every_option_that_counts_or_measures_refuses_strings_in_every_configuration():
+    for trainer in TRAINERS.values():
+        numbers = [
+            name
+            for name, value in vars(trainer.config_class(**COMMON)).items()
+            if type(value) in (int, float, bool) and name in trainer.config_class.__dataclass_fields__
+        ]
+        assert len(numbers) > 50
+        for name in numbers:
+            with pytest.raises(ValueError, match=f"`{name}='x'`"):
+                trainer.config_class(**{**COMMON, name: "x"})
+
+
 def test_every_option_has_a_type_that_is_checked():
     for name in vars(PaddingFreeOptions()):
         with pytest.raises(ValueError, match=f"`{name}=<object object"):

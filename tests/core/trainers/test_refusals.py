@@ -5,7 +5,8 @@ import inspect
 import re
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from pathlib import Path
 
 import peft
 import pytest
@@ -14,6 +15,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from transformers import LlamaForCausalLM
 from trl import DPOConfig, SFTConfig
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
@@ -21,6 +23,7 @@ from tests.helpers.architectures import is_older, tiny_model
 from tests.helpers.tiny import DATA, arguments, conversations, make_model, make_tokenizer, preference_data, reward_model
 from tests.runs import compare, make_trainer
 from trl_paddingfree import LanguageModelingCollator, PaddingFreeDPOTrainer, PreferenceCollator, RewardCollator
+from trl_paddingfree.core.trainers.configs import valid_losses
 from trl_paddingfree.registry import TRAINERS
 
 SEED = 7793
@@ -207,7 +210,18 @@ REFUSED = {
         {"peft_config": LoraConfig(task_type="CAUSAL_LM")},
         "set `task_type='SEQ_CLS'`",
     ),
-    "no loss": ("dpo", {"loss_type": ["sigmod"]}, "`loss_type='sigmod'` is no loss that TRL's DPO"),
+    "no loss": (
+        "dpo",
+        {"loss_type": ["sigmod"]},
+        "`loss_type='sigmod'` is no loss that TRL's DPOTrainer has. It has 'sigmoid', 'hinge', .*, 'sigmoid_norm'. Did "
+        "you mean `loss_type='sigmoid'`",
+    ),
+    "no loss of KTO": ("kto", {"loss_type": "apo"}, "'apo'` is no loss .* It has 'kto', 'apo_zero_unpaired'.$"),
+    "a class": ("dpo", {"model": LlamaForCausalLM}, "pass `LlamaForCausalLM.from_pretrained"),
+    "a class of references": ("dpo", {"ref_model": LlamaForCausalLM}, "`ref_model` is the class LlamaForCausalLM"),
+    "a class of adapters": ("sft", {"peft_config": LoraConfig}, r"is the class .* pass `LoraConfig\(...\)`"),
+    "a path": ("sft", {"model": Path("model")}, "`model` is a PosixPath, .*: pass `str.model.`"),
+    "no model": ("sft", {"model": None}, "`model` is `None`, and neither a model nor the name of one"),
     "a file": ("dpo", {"output_dir": __file__}, "`output_dir='.*py'` is a file, and checkpoints go to a folder"),
     "a folder in a file": ("sft", {"output_dir": f"{__file__}/a/b"}, "` lies below '.*py', which is a file"),
 }
@@ -390,14 +404,15 @@ def test_a_collator_of_the_users_own_that_calls_ours_is_used_and_left_as_it_is()
     assert not collator.padding_free
 
 
-def test_every_loss_that_trl_names_is_one():
-    for trainer in TRAINERS.values():
-        text = {field.name: str(field.metadata.get("help")) for field in fields(trainer.trl_config)}.get(
-            "loss_type", ""
-        )
-        source = inspect.getsource(sys.modules[trainer.trl_trainer.__module__])
-        named = [*re.findall(r"'(\w+)'", text)]
-        assert [name for name in named if f'"{name}"' not in source and name != "chunked_nll"] == []
+def test_the_losses_that_are_listed_are_those_that_trl_computes():
+    """TRL names them in its documentation, and compares with them in its code."""
+    listed = {task: valid_losses(trainer.config_class) for task, trainer in TRAINERS.items()}
+    assert {task for task, losses in listed.items() if losses} == {"dpo", "sft", "kto", "grpo"}
+    for task, losses in listed.items():
+        source = inspect.getsource(sys.modules[TRAINERS[task].trl_trainer.__module__])
+        computed = {*re.findall(r'(?<!args\.)loss_type == "(\w+)"', source)}
+        assert computed <= {*losses}
+        assert [name for name in losses if f'"{name}"' not in source and name != "chunked_nll"] == []
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------

@@ -78,6 +78,7 @@ class FlatTrainer(Trainer):
     @naming_versions()
     def _init(self, arguments: Arguments) -> None:
         silence()
+        refusals.refuse_classes(arguments)
         arguments["args"] = config = config_of(type(self), arguments)
         is_ours = isinstance(config, PaddingFreeOptions)
         options: Any = config if is_ours else PaddingFreeOptions(prefix_sharing=self.config_class.prefix_sharing)

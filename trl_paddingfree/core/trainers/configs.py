@@ -1,12 +1,12 @@
 """The options that this package adds to TRL's configurations."""
 
 import inspect
-import sys
+import re
 import warnings
 from dataclasses import dataclass, field
 from numbers import Integral
-from types import NoneType
-from typing import Any, Literal, TypeAlias, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from datasets import Dataset, IterableDataset
 from torch.utils.checkpoint import checkpoint
@@ -64,11 +64,24 @@ def config_of(trainer_class: Any, arguments: Arguments) -> TrainingArguments:
             f"{trainer_class.config_class.__name__}, or TRL's {trl_config.__name__}."
         )
     refuse_wrong_options(config)  # again: attributes may have been set since it was made
-    losses, source = vars(config).get("loss_type") or (), inspect.getsource(sys.modules[trl_trainer.__module__])
-    for loss in [losses] if isinstance(losses, str) else losses:  # user-defined trainers may have others
-        if f'"{loss}"' not in source and trainer_class.__module__.startswith("trl_paddingfree."):
-            raise ValueError(f"`loss_type={loss!r}` is no loss that TRL's {trl_trainer.__name__} has.")
+    given, known = vars(config).get("loss_type") or (), valid_losses(trl_config)
+    for loss in [given] if isinstance(given, str) else given:  # user-defined trainers may have others
+        if known and loss not in known and trainer_class.__module__.startswith("trl_paddingfree."):
+            meant = did_you_mean(str(loss), known, "loss_type={!r}")
+            raise ValueError(
+                f"`loss_type={loss!r}` is no loss that TRL's {trl_trainer.__name__} has. It has "
+                f"{', '.join(map(repr, known))}.{meant}"
+            )
     return config
+
+
+def valid_losses(config_class: type) -> list[str]:
+    """The losses that the documentation of a configuration lists, or that of its base of TRL's; if any."""
+    for base in config_class.__mro__:
+        text = inspect.cleandoc(vars(base).get("__doc__") or "")
+        if documented := re.search(r"^( *)loss_type \(.*\n((?:\1 .*\n|\n)*)", text, re.MULTILINE):
+            return [*dict.fromkeys(re.findall(r"`['\"](\w+)['\"]`", documented[2]))]
+    return []
 
 
 def refuse_wrong_options(config: Any) -> None:
@@ -93,6 +106,7 @@ def refuse_wrong_options(config: Any) -> None:
         if kind not in kinds:
             meant = did_you_mean(str(value), words, f"{name}={{!r}}", 0.5)
             raise ValueError(f"`{name}={value!r}` must be {' or '.join(expected)}.{meant}")
+    _refuse_strings(config)
     for name, least in _LEAST.items():
         if isinstance(size := values.get(name), int) and size < least:
             raise ValueError(f"`{name}={size}` must be at least {least}.")
@@ -100,6 +114,34 @@ def refuse_wrong_options(config: Any) -> None:
     for name in set(kwargs) - _OF_CHECKPOINTS if isinstance(kwargs, dict) else ():
         if meant := did_you_mean(name, _OF_CHECKPOINTS):
             raise ValueError(f"`gradient_checkpointing_kwargs` has `{name}`, which checkpoints do not know.{meant}")
+
+
+def _refuse_strings(config: Any) -> None:
+    """
+    Refuse strings where an option takes a number or a truth value, and fractions where it counts: a command line and a
+    YAML file convert them, and TRL fails on them minutes later, or takes `"no"` for true.
+    """
+    values = vars(config)
+    try:
+        hints = get_type_hints(type(config))
+    except NameError:  # a subclass of the user's, whose annotations name what its module does not have
+        return
+    for name, hint in hints.items():
+        value, members = values.get(name), {*get_args(hint)} if get_origin(hint) in (Union, UnionType) else {hint}
+        if not isinstance(value, str | float) or not members - {NoneType} <= {bool, int, float}:
+            continue
+        if isinstance(value, float):
+            if members - {NoneType} == {int}:
+                raise ValueError(f"`{name}={value!r}` must be a whole number: write `{name}={value:.0f}`.")
+            continue
+        if bool in members:
+            raise ValueError(f"`{name}={value!r}` is a string, and must be `True` or `False`, without quotes.")
+        number = "a number" if float in members else "a whole number"
+        try:
+            float(value)
+        except ValueError:
+            raise ValueError(f"`{name}={value!r}` is a string, and must be {number}.") from None
+        raise ValueError(f"`{name}={value!r}` is a string, and must be {number}: write `{name}={value.strip()}`.")
 
 
 def _kinds(hint: object) -> list[object]:

@@ -29,6 +29,30 @@ from .engine import zero_stage
 logger = logging.get_logger(__name__)
 
 
+# Arguments of trainers that take an object, and how one is made. Python reports a class in its place as a missing
+# attribute
+_INSTANCES = {
+    **dict.fromkeys(("model", "ref_model", "teacher_model", "processing_class"), ".from_pretrained(...)"),
+    **dict.fromkeys(("args", "peft_config", "quantization_config", "data_collator"), "(...)"),
+    **dict.fromkeys(("train_dataset", "eval_dataset"), ".from_list(...)"),
+}
+
+
+def refuse_classes(arguments: Arguments) -> None:
+    """Refuse classes in place of objects, and what is neither a model nor the name of one."""
+    for name, how in _INSTANCES.items():
+        if isinstance(value := arguments.get(name), type):
+            raise ValueError(
+                f"`{name}` is the class {value.__name__}, and not an object of it: pass `{value.__name__}{how}`."
+            )
+    for name in ("model", "ref_model", "teacher_model"):
+        value = arguments.get(name)
+        if not isinstance(value, str | torch.nn.Module) and (value is not None or name == "model"):
+            wrong = f"is a {type(value).__name__}" if value is not None else "is `None`"
+            fix = f"pass `str({name})`" if isinstance(value, Path) else "pass a loaded model, or its name or folder"
+            raise ValueError(f"`{name}` {wrong}, and neither a model nor the name of one: {fix}.")
+
+
 def refuse_unflattenable(arguments: Arguments, task: Task, collator: type) -> None:
     """
     Refuse trainer arguments that rule out flat batches, which the class `collator` makes, and log which columns of the
