@@ -1,24 +1,42 @@
 """Micro-batches that a budget cannot hold run in parts or in slices, with the loss of the whole."""
 
 from functools import partial
+from threading import Event, Thread
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
+import torch
 from accelerate import DistributedType, FullyShardedDataParallelPlugin
+from datasets import Dataset
 from torch.utils.checkpoint import checkpoint
+from transformers import TrainerCallback
 from transformers.utils import is_torchvision_available
+from trl import DPOTrainer
 
 from tests.helpers.architectures import is_older
 from tests.helpers.memory import LAYERS, layered, most_slices, with_images
-from tests.helpers.tiny import FOLLOWING, ROUTED, SEED, arguments, following_rotary, lora, make_model, preference_data
+from tests.helpers.tiny import (
+    DATA,
+    FOLLOWING,
+    ROUTED,
+    SEED,
+    arguments,
+    following_rotary,
+    lora,
+    make_model,
+    preference_data,
+)
 from tests.helpers.vision import WITHOUT_TORCHVISION, on_images, vision_pairs
-from tests.runs import assert_same, compare, make_trainer, run
-from trl_paddingfree import FlatBatch
+from tests.runs import assert_same, compare, make_trainer, run, train
+from trl_paddingfree import FlatBatch, PaddingFreeDPOTrainer
 from trl_paddingfree.budgets.planner import MemoryPlanner
 from trl_paddingfree.core.device import GIB
 from trl_paddingfree.core.trainers.engine import adds_up_shards
 from trl_paddingfree.slices import decoder as slices
+
+WAIT = 60  # seconds for another thread, at most
 
 
 @pytest.mark.drawn(3)
@@ -130,6 +148,128 @@ def test_parts_with_and_without_images_follow_padded_trl(kind, loss_type, passes
     compare("dpo", partial(on_images, kind, "dpo", lora=True), vision_pairs(8, SEED), "shared", **options)
     assert bool(made) == (loss_type == ["sigmoid"])
     assert max(map(len, made), default=0) > 1 or most_slices(passes) > 1
+
+
+@pytest.mark.parametrize("task", ["dpo", "sft"])
+def test_a_trainer_in_another_thread_does_not_see_parts(task, made):
+    """accelerate's state of gradients is one per process: this trainer steps while another one computes a part."""
+    options = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 8, "steps": 2}
+    options |= {"train_dataset": DATA[task](16, SEED), "max_tokens_per_micro_batch": 100}
+
+    def make():
+        return make_trainer(task, "ours", **arguments(task, adapters=False), **options)
+
+    alone, ours, other, runs = train(make()), make(), make(), []
+    is_in_part, has_stepped = Event(), Event()
+    thread = Thread(target=lambda: runs.append(train(other)))
+
+    def wait_in_part(*_):
+        is_in_part.set()
+        assert has_stepped.wait(WAIT)
+
+    def step_meanwhile(*_, **__):
+        if not thread.ident:  # in the first step
+            thread.start()
+            assert is_in_part.wait(WAIT)
+
+    other.model.register_forward_hook(wait_in_part)
+    callback = TrainerCallback()
+    callback.on_pre_optimizer_step = step_meanwhile
+    callback.on_step_end = lambda *_, **__: has_stepped.set()
+    ours.add_callback(callback)
+    runs.append(train(ours))
+    thread.join(WAIT)
+    assert min(map(len, made)) > 1
+    for trained in runs:
+        assert_same(alone, trained, ignored=())
+    assert len(runs) == 2
+
+
+class NoSuchPairError(Exception):
+    """What a guard of the user's raises."""
+
+
+def guarded(trainer_class):
+    """A trainer whose model refuses a token, and whose steps leave out micro-batches that have it."""
+
+    class Guarded(trainer_class):
+        has_zeroed = False
+        norms: ClassVar[list] = []
+
+        def training_step(self, model, *args, **kwargs):
+            try:
+                return super().training_step(model, *args, **kwargs)
+            except NoSuchPairError:
+                self.norms.append(sum(p.grad is not None and p.grad.norm().item() for p in model.parameters()))
+                if self.has_zeroed:
+                    model.zero_grad()
+                return torch.zeros(())
+
+    def guard(module, args):
+        if (args[0] == REFUSED).any():
+            raise NoSuchPairError
+
+    def make(*args, **kwargs):
+        trainer = Guarded(*args, **kwargs)
+        trainer.norms = []
+        trainer.model.get_input_embeddings().register_forward_pre_hook(guard)
+        return trainer
+
+    return make
+
+
+REFUSED = 9 + 59  # the last word
+
+
+def with_a_refused_pair(number):
+    """Micro-batches of four pairs. In one, the shortest pair, and thus the last part, has a word that is refused."""
+
+    def words(start, number):
+        return "".join(f" w{(start + i) % 59}" for i in range(number))
+
+    sizes = [12, 14, 16, 18] * 4
+    rows = [
+        {"prompt": words(7 * i, 8)[1:], "chosen": words(5 * i, size), "rejected": words(3 * i, size)}
+        for i, size in enumerate(sizes)
+    ]
+    rows[4 * number]["chosen"] = f" w59{words(number, 8)}"
+    return Dataset.from_list(rows)
+
+
+FAILING = {
+    "train_sampling_strategy": "sequential", "per_device_train_batch_size": 4, "logging_steps": 1, "steps": 3,
+    "adapters": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_micro_batch_that_fails_in_a_later_part_counts_for_nothing(accumulation, made):
+    """Its user catches what his own guard raises. No gradients are there yet, so that those of its parts can go."""
+    options = {**FAILING, "gradient_accumulation_steps": accumulation, "steps": 4 // accumulation}
+    data = with_a_refused_pair(2)
+    make = partial(arguments, "dpo", options.pop("adapters"))
+    padded = run("dpo", "padded", trainer_class=guarded(DPOTrainer), **make(), train_dataset=data, **options)
+    limit = {"max_tokens_per_micro_batch": 50}
+    ours = run(
+        "dpo", "ours", trainer_class=guarded(PaddingFreeDPOTrainer), **make(), train_dataset=data, **options, **limit
+    )
+    assert set(map(len, made)) == {4}
+    assert padded.trainer.norms == ours.trainer.norms == [0]
+    assert_same(padded, ours)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_gradients_of_a_failed_micro_batch_are_never_trained_on(number, made):
+    """Those of the micro-batches before it are the same tensors: training ends, unless its user sets them to zero."""
+    data, options = with_a_refused_pair(number), {**FAILING, "gradient_accumulation_steps": 4}
+    options |= {**arguments("dpo", options.pop("adapters")), "steps": 1, "max_tokens_per_micro_batch": 50}
+    trainer = make_trainer("dpo", "ours", trainer_class=guarded(PaddingFreeDPOTrainer), train_dataset=data, **options)
+    with pytest.raises(RuntimeError, match=r"Call `trainer.model.zero_grad\(\)` in what catches the error"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    trainer.has_zeroed = True
+    trainer.train()
+    assert trainer.state.global_step == 1
 
 
 @pytest.mark.parametrize(

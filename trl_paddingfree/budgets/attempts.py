@@ -46,11 +46,7 @@ class Attempt:
     def undo(self) -> None:
         """Roll back what a failed pass has changed, so that it can be retried."""
         self.has_failed = True
-        metrics = self.trainer._metrics["train"]
-        metrics.clear()
-        metrics.update({name: list(values) for name, values in self.metrics.items()})  # the retry may fail, too
-        self.trainer.flat.counts.new = [*self.counts]
-        vars(self.trainer).update(self.attributes)
+        self._restore_figures()
         torch.set_rng_state(self.random)
         if self.device_random is not None:
             device = self.trainer.accelerator.device
@@ -62,6 +58,27 @@ class Attempt:
                 self.complete[parameter] = gradient
                 parameter.grad = None
                 self.dropping.enter_context(gradients_dropped([parameter]))  # at once: two may not fit
+
+    def _restore_figures(self) -> None:
+        metrics = self.trainer._metrics["train"]
+        metrics.clear()
+        metrics.update({name: list(values) for name, values in self.metrics.items()})  # the retry may fail, too
+        self.trainer.flat.counts.new = [*self.counts]
+        vars(self.trainer).update(self.attributes)
+
+    def abandon(self) -> list[torch.nn.Parameter]:
+        """
+        Roll back what this pass and completed ones after it have changed, if none is to be retried. Returns the
+        parameters for which this is impossible, because these passes have added to gradients from before.
+        """
+        self._restore_figures()
+        added = []
+        for parameter, version in self.versions:
+            if version is None:
+                parameter.grad = None
+            elif parameter.grad is not None and parameter.grad._version != version:
+                added.append(parameter)
+        return added
 
     def finish(self) -> None:
         """After the pass, restore the gradients that failed attempts have completed."""

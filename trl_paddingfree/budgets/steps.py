@@ -45,16 +45,18 @@ class Part:
 @contextmanager
 def synchronizing(accelerator: Accelerator, model: torch.nn.Module, is_last: bool) -> Iterator[None]:
     """A context for a part of a micro-batch: gradients of `model` are synchronized only after the last part."""
-    state, sync_gradients = accelerator.gradient_state, accelerator.sync_gradients
-    # DeepSpeed reads the flag below, and refuses `no_sync` in some stages. FSDP's `no_sync` keeps unsharded gradients
-    is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-    skips_sync = not (is_last or is_deepspeed or adds_up_shards(accelerator))
-    state._set_sync_gradients(sync_gradients and is_last)
-    try:
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        # It refuses `no_sync` in some stages, and reads this flag, which all trainers of a process share
+        state, sync_gradients = accelerator.gradient_state, accelerator.sync_gradients
+        state._set_sync_gradients(sync_gradients and is_last)
+        try:
+            yield
+        finally:
+            state._set_sync_gradients(sync_gradients)
+    else:
+        skips_sync = not (is_last or adds_up_shards(accelerator))  # FSDP's `no_sync` keeps unsharded gradients
         with accelerator.no_sync(model) if skips_sync else nullcontext():
             yield
-    finally:
-        state._set_sync_gradients(sync_gradients)
 
 
 def weigh_last_batch(trainer: Any, inputs: Inputs) -> None:
@@ -141,23 +143,57 @@ class TrainingSteps:
     part: Part | None = None  # the current part; `None` if the micro-batch is not divided
     is_weighted: bool = False  # whether the loss of this part was weighted
     attempt: Attempt = field(init=False, repr=False)  # the snapshot before the current pass
+    # Whether gradients still hold what earlier parts of a micro-batch have added before a later one failed
+    is_spoilt: Callable[[], bool] | None = None
 
     def run(self, step: Step, parts: Sequence[Part]) -> torch.Tensor:
         """
         Run TRL's `step`, a forward and a backward pass, on each part of a micro-batch, and return the sum of their
-        losses. Their metrics are logged together. If memory runs out, a part is retried in smaller slices.
+        losses. Their metrics are logged together. If memory runs out, a part is retried in smaller slices. After any
+        other error, which a `training_step` of the user's may catch, none of the parts count.
         """
+        self.refuse_spoilt()
         metrics = None if parts[0].sizes is None else PartMetrics(self.trainer)
-        losses = []
-        for number, part in enumerate(parts, 1):
-            self.remember()
-            try:
-                losses.append(self._run_pass(step, part, metrics, number == len(parts)))
-            finally:
-                self.attempt.finish()
-        if metrics is not None:
-            metrics.log()
+        losses: list[torch.Tensor] = []
+        before = None if metrics is None else Attempt(self.trainer)
+        try:
+            for number, part in enumerate(parts, 1):
+                self.remember()
+                try:
+                    losses.append(self._run_pass(step, part, metrics, number == len(parts)))
+                finally:
+                    self.attempt.finish()
+            if metrics is not None:
+                metrics.log()
+        except BaseException:
+            if before is not None:
+                self._abandon(before, has_added=bool(losses))
+            raise
         return torch.stack(losses).sum()
+
+    def _abandon(self, before: Attempt, has_added: bool) -> None:
+        """Have no part of a failed micro-batch count. If some `has_added` to gradients for good, training ends."""
+        added, optimizer = before.abandon(), self.trainer.optimizer
+        if has_added and self.trainer.is_deepspeed_enabled:  # its gradients are not those of the parameters
+            self.is_spoilt = lambda: True
+        elif has_added and added:
+            parameter = min(added, key=torch.Tensor.numel)
+            gradient = parameter.grad
+            assert gradient is not None
+            self.is_spoilt = lambda: parameter.grad is gradient and bool(gradient.any())
+            while "optimizer" in vars(optimizer):  # unwraps that of accelerate
+                optimizer = optimizer.optimizer
+            optimizer.register_step_pre_hook(lambda *_: self.refuse_spoilt())
+
+    def refuse_spoilt(self) -> None:
+        """Refuse to go on with gradients of some parts of a micro-batch, unless they were set to zero since."""
+        is_spoilt, self.is_spoilt = self.is_spoilt, None
+        if is_spoilt is not None and is_spoilt():
+            raise RuntimeError(
+                "A micro-batch failed after some of its parts had added to the gradients of those before it, from "
+                "which they cannot be taken out. Call `trainer.model.zero_grad()` in what catches the error; or set "
+                "`gradient_accumulation_steps=1`, or leave `memory_budget` and `max_tokens_per_micro_batch` out."
+            )
 
     def remember(self) -> None:
         """Begin a pass, which is yet to be scheduled: what it changes from here on can be rolled back."""
