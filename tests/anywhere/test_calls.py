@@ -347,8 +347,11 @@ def test_heads_that_classify(side):
         assert_is_flat(ours)
 
 
-def test_a_head_that_would_read_padding_is_left_alone():
-    ours, given = padding_free(reward_model()), unlabelled()
+@pytest.mark.parametrize("name", ["LlamaForSequenceClassification", "Judge"])  # a class of one's own
+def test_a_head_that_would_read_padding_is_left_alone(name):
+    model, given = reward_model(), unlabelled()
+    model.__class__ = type(name, (type(model),), {})
+    ours = padding_free(model)
     padded = {**given, "input_ids": given["input_ids"].masked_fill(given["attention_mask"] == 0, 3)}
     ours(**padded)
     (said,) = FlatModel.of(ours).padded.said
@@ -356,10 +359,14 @@ def test_a_head_that_would_read_padding_is_left_alone():
     ours.config.pad_token_id = None
     with pytest.raises(ValueError, match=r"set `model.config.pad_token_id`"):
         padding_free(ours)
-    padding_free(AutoModelForTokenClassification.from_config(ours.config))  # it reads all tokens
+
+
+def test_heads_of_tokens_need_no_padding_token_and_labels_as_wide_as_rows_are_no_labels_of_tokens():
+    padding_free(AutoModelForTokenClassification.from_config(make_model(pad_token_id=None).config))
+    given = unlabelled()
     several = padding_free(AutoModelForSequenceClassification.from_config(make_model(num_labels=20).config))
     several.config.problem_type = "multi_label_classification"
-    assert several(**given, labels=torch.zeros(5, 20)).loss.isfinite(), "labels as wide as rows are no labels of tokens"
+    several(**given, labels=torch.zeros(5, 20)).loss.backward()
     assert_is_flat(several)
 
 

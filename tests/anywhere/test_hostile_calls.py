@@ -8,7 +8,7 @@ import peft
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tests.anywhere.test_calls import (
@@ -20,6 +20,7 @@ from tests.anywhere.test_calls import (
     both,
     counts_of,
     rows,
+    show_what_is_read,
     unlabelled,
 )
 from tests.helpers.tiny import lora, make_model
@@ -78,7 +79,7 @@ def test_a_loss_that_reads_completions_alone_is_flat_from_its_second_step_on():
             all_scored(each(**given).logits, ids, torch.nn.functional.pad(scored, (1, 0))).backward()
         assert_same_gradients(model, ours)
         assert counts_of(ours).padded == step * ids.numel()
-    with pytest.raises(ValueError, match="The loss scores the first token of a row with padding on its left"):
+    with pytest.raises(ValueError, match="The loss reads what the model answers at padding"):
         all_scored(ours(**given).logits, ids, mask).backward()
     with torch.no_grad():  # no gradient would tell what is read
         expected = model(**given, use_cache=False).logits
@@ -101,9 +102,78 @@ def test_a_loss_beside_labels_that_scores_what_padding_predicts_is_an_error():
     _, ours, given = on_the_left()
     output = ours(**rows("left"))
     output.loss.backward(retain_graph=True)
-    with pytest.raises(ValueError, match="The loss scores the first token of a row with padding on its left"):
+    with pytest.raises(ValueError, match="The loss reads what the model answers at padding"):
         all_scored(output.logits, *given.values()).backward()
-    assert FlatModel.of(ours).padded.scores_first is None  # labels say nothing of losses that read logits
+    assert FlatModel.of(ours).padded.reads_padding is None  # labels say nothing of losses that read logits
+
+
+def own_loss(output, labels, **kwargs):
+    """A loss that never passes its labels to the model, and scores padding if its labels are not -100."""
+    return torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("make", [make_model, lambda: with_values(make_model())], ids=["logits", "values"])
+def test_a_loss_of_its_own_that_scores_padding_on_the_right_is_an_error(make):
+    model = make()
+    ours, given = padding_free(copy.deepcopy(model)), unlabelled()
+    known = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
+    for labels in (known, known.masked_fill(known == -100, 0)):  # a collator that clones tokens
+        for each in (model, ours):
+            each.zero_grad()
+        expected = own_loss(model(**given), labels)
+        expected.backward()
+        if labels is known:
+            found = own_loss(ours(**given), labels)
+            found.backward()
+            assert torch.allclose(found, expected)
+            assert_same_gradients(model, ours)
+            assert_is_flat(ours)
+        else:
+            with pytest.raises(ValueError, match="The loss reads what the model answers at padding"):
+                own_loss(ours(**given), labels).backward()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_values_that_are_read_at_padding_are_seen_as_logits_are(side):
+    ours, given = padding_free(with_values(moved()[0])), unlabelled(side)
+    show_what_is_read(ours, given)
+    with pytest.raises(ValueError, match="The loss reads what the model answers at padding"):
+        (ours(**given)["values"] - 1).square().mean().backward()
+    (ours(**given)["values"] - 1)[given["attention_mask"].bool()].square().mean().backward()
+    assert_is_flat(ours)
+
+
+def test_values_of_the_first_token_after_padding_are_those_of_padded_rows():
+    model = with_values(moved()[0])
+    ours, given = padding_free(copy.deepcopy(model)), unlabelled("left")
+    mask = given["attention_mask"]
+    for _ in range(2):
+        for each in (model, ours):
+            each.zero_grad()
+            output = each(**given)  # of logits, the loss reads tokens alone
+            loss = output.logits[mask.bool()].mean() + (output["values"][:, :-1] * mask[:, 1:]).square().mean()
+            loss.backward()
+        assert_same_gradients(model, ours)
+    assert counts_of(ours).computed == 0
+
+
+def test_a_loss_that_is_not_a_number_does_not_say_what_is_read():
+    _, ours = moved()
+    given = unlabelled()
+    logits = ours(**given).logits
+    (logits.square().mean(-1) * given["attention_mask"] * float("nan")).sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["smoothed", "loss function"])
+def test_the_trainer_of_transformers_says_that_its_loss_scores_padding(kind, tmp_path):
+    given = rows("right")
+    examples = [{name: x[i] for name, x in given.items()} | {"labels": given["input_ids"][i]} for i in range(5)]
+    args = TrainingArguments(
+        str(tmp_path), use_cpu=True, report_to="none", max_steps=2, label_smoothing_factor=0.1 * (kind == "smoothed")
+    )
+    own = {} if kind == "smoothed" else {"compute_loss_func": own_loss}
+    with pytest.raises(ValueError, match="Set labels of padding to -100"):
+        Trainer(padding_free(make_model()), args, train_dataset=examples, **own).train()
 
 
 def test_padding_on_the_left_is_left_to_models_that_compute_it_into_their_states():
@@ -124,6 +194,23 @@ class Valued(CausalLMOutputWithPast):
     """An output with a field that has the name of a method."""
 
     values: torch.Tensor | None = None
+
+
+def with_values(model):
+    """With a head beside its own, of one value per token, that ends in the same gradients."""
+
+    class Head(type(model)):
+        def forward(self, input_ids=None, attention_mask=None, **kwargs):
+            labels = kwargs.pop("labels", None)
+            hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
+            logits = self.lm_head(hidden)
+            loss = None if labels is None else self.loss_function(logits, labels, self.vocab_size)
+            return Valued(loss=loss, logits=logits, values=self.value(hidden).squeeze(2))
+
+    model.__class__ = Head
+    torch.manual_seed(4)
+    model.value = torch.nn.Linear(32, 1)
+    return model
 
 
 @pytest.mark.parametrize("made", [lambda output: output.logits, lambda output: Valued(**output, values=output.logits)])
@@ -215,7 +302,13 @@ TARGETS = {"target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CA
 # Adapters that read more than each token by itself, and what their refusal names. Not all versions of PEFT have them
 ADAPTERS = {
     "aLoRA": (lambda: LoraConfig(**TARGETS, alora_invocation_tokens=[5]), r"alora_invocation_tokens=\[5\]"),
+    "Velora": (
+        lambda: LoraConfig(**TARGETS, velora_config=peft.VeloraConfig(num_groups=4)),
+        "init_type='batch_average",
+    ),
+    "Lily": (lambda: peft.LilyConfig(**TARGETS), "^LilyConfig"),
     "Poly": (lambda: peft.PolyConfig(**TARGETS), "^PolyConfig"),
+    "Shadow": (lambda: peft.ShadowConfig(task_type="CAUSAL_LM"), "^ShadowConfig runs a second network"),
 }
 
 

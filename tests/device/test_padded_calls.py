@@ -38,3 +38,15 @@ def test_a_call_waits_once_and_not_for_rows_of_the_host(name, device):
         waits, logits = called(model, {key: x.to(device) for key, x in inputs.items()})
         assert [(wait.function, number) for wait, number in waits.items()] == [("_on_host", 1)]
         assert torch.allclose(logits.cpu(), expected, atol=TOLERANCE * expected.abs().max().item())
+
+
+def test_a_loss_that_reads_padding_is_told_by_the_next_call_without_a_wait(device):
+    model = padding_free(tiny_model("llama", use_cache=False)).to(device)
+    given = {key: x.to(device) for key, x in unlabelled().items()}
+    logits = model(**given).logits
+    with counted_waits() as waits:
+        logits[:, :-1].logsumexp(-1).mean().backward()
+    assert not [wait for wait in waits if wait.file.startswith("trl_paddingfree/")]
+    with pytest.raises(ValueError, match="The loss reads what the model answers at padding"):
+        model(**given)
+    model(**given)  # it is told once of each loss

@@ -26,7 +26,7 @@ from ..core.model.flat_model import FlatModel
 from ..core.model.forward import flat_backbone, flat_inputs, layout_arguments
 from ..core.model.masks import ATTENTION_BACKENDS
 from ..core.model.restored import attributes_set, mark_of
-from .rows import OF_HEADS, ROWS, PaddedRows, Places
+from .rows import OF_HEADS, ROWS, PaddedRows
 
 logger = logging.get_logger(__name__)
 
@@ -108,11 +108,11 @@ class PaddedCalls(PaddedRows):
         """Answer a call of the whole model, whose own forward is `forward`."""
         inputs = by_name(forward, args, kwargs)
         with self.lock:
-            batch, places = self._flattened(inputs)
+            batch, padding = self._flattened(inputs)
             if batch is None or (outputs := self._flat_logits(forward, inputs, batch)) is None:
                 with self.aside() if batch is None else attributes_set([(self, "of_head", (inputs, batch))]):
                     outputs = forward(*args, **kwargs)
-            return self._watched(outputs, places, is_flat=batch is not None)
+            return self._watched(outputs, padding, is_flat=batch is not None)
 
     def _flat_logits(self, forward: Callable, inputs: Inputs, batch: FlatBatch) -> ModelOutput | None:
         """Logits in rows, which the head computes of flat tokens; `None` if more is asked for, or answered."""
@@ -130,10 +130,10 @@ class PaddedCalls(PaddedRows):
     def of_backbone(self, forward: Callable, args: tuple, kwargs: Inputs) -> object:
         """Answer a call of the backbone, whose own forward is `forward`."""
         inputs = by_name(forward, args, kwargs)
-        batch, places = self._handed_on(inputs) if self.of_head else self._flattened(inputs)
+        batch, padding = self._handed_on(inputs) if self.of_head else self._flattened(inputs)
         with self.aside():
             if batch is None:
-                return self._watched(forward(*args, **kwargs), places, is_flat=False)
+                return self._watched(forward(*args, **kwargs), padding, is_flat=False)
             own = self.flat_model.begin_pass(batch)
             with self._computing(batch), layout_arguments(self.flat_model, own) as arguments:
                 outputs = forward(**{**_without_rows(inputs), **flat_inputs(self.flat_model, batch), **arguments})
@@ -142,9 +142,9 @@ class PaddedCalls(PaddedRows):
         else:
             in_rows = {name: self._in_rows(batch, name, x) for name, x in outputs.items() if name not in _STATES}
             outputs = type(outputs)(**in_rows)
-        return self._watched(outputs, places, is_flat=True)
+        return self._watched(outputs, padding, is_flat=True)
 
-    def _handed_on(self, inputs: Inputs) -> tuple[FlatBatch | None, Places | None]:
+    def _handed_on(self, inputs: Inputs) -> tuple[FlatBatch | None, torch.Tensor | None]:
         """The flat batch of a backbone's call within that of a head, which may have changed the rows it passes on."""
         assert self.of_head is not None
         given, batch = self.of_head
@@ -170,28 +170,31 @@ class PaddedCalls(PaddedRows):
             )
             raise
 
-    def _watched(self, outputs: Any, places: Places | None, is_flat: bool) -> object:
-        """Have the backward pass check if the loss reads `outputs` at `places`, where padding predicts first tokens."""
-        if places is not None:
+    def _watched(self, outputs: Any, padding: torch.Tensor | None, is_flat: bool) -> object:
+        """Have the backward pass tell whether the loss reads tokens of `outputs` that are `padding`."""
+        if padding is not None:
             # Not by a method of `outputs`, where a field may have its name; heads may answer with logits themselves
             answers = dict.values(outputs) if isinstance(outputs, dict) else outputs
-            values = (answers,) if torch.is_tensor(answers) else answers
-            # Logits or hidden states: losses come before them, and have no tokens
-            states = next((x for x in values if torch.is_tensor(x) and x.ndim > 2), None)
-            if states is not None and states.requires_grad:
-                states.register_hook(partial(self._see, places, is_flat))
+            seen: list[bool] = []
+            for x in (answers,) if torch.is_tensor(answers) else answers:
+                # Logits, hidden states, values; a head that classifies rows answers with `(R, labels)`
+                is_of_tokens = torch.is_tensor(x) and x.shape[:2] == padding.shape
+                if is_of_tokens and x.requires_grad and (x.ndim > 2 or not self.classifies_rows):
+                    x.register_hook(partial(self._see, padding, is_flat, seen))
         return outputs
 
-    def _see(self, places: Places, is_flat: bool, gradient: torch.Tensor) -> None:
-        scores_first, is_read = torch.stack([gradient[places].any(), gradient.any()]).tolist()
-        if scores_first and is_flat:
-            raise ValueError(
-                "The loss scores the first token of a row with padding on its left, which padding predicts, and "
-                "earlier losses, or labels, did not: `padding_free` has computed nothing there. Pad on the right, "
-                "leave first tokens out, or call the model within `FlatModel.of(model).padded.aside()`."
-            )
-        if is_read and not is_flat:  # a gradient of zeros says nothing, and neither does that of labels
-            self.scores_first = scores_first
+    def _see(self, padding: torch.Tensor, is_flat: bool, seen: list[bool], gradient: torch.Tensor) -> None:
+        # NaN says nothing: masks leave it where it is
+        is_read = torch.linalg.vector_norm(gradient.reshape(*padding.shape, -1), torch.inf, -1) > 0
+        then = _refuse_reading if is_flat else partial(self._learn, seen)
+        self.arriving.add(torch.stack([is_read.any(), (is_read & padding).any()]), then)
+
+    def _learn(self, seen: list[bool], results: torch.Tensor) -> None:
+        """Note whether a loss reads padding, by what was `seen` of each of the outputs that it reads."""
+        is_read, at_padding = results.tolist()
+        if is_read:  # a gradient of zeros says nothing
+            seen.append(at_padding)
+            self.reads_padding = any(seen)
 
     def _in_rows(self, batch: FlatBatch, name: str, value: object) -> object:
         """A backbone's output in rows: `(R, L, ...)`, or `(R * L, ...)` for router outputs, which are `(T, ...)`."""
@@ -209,15 +212,15 @@ class PaddedCalls(PaddedRows):
 
     # --- rows become flat -------------------------------------------------------------------------------------------
 
-    def _flattened(self, inputs: Inputs) -> tuple[FlatBatch | None, Places | None]:
+    def _flattened(self, inputs: Inputs) -> tuple[FlatBatch | None, torch.Tensor | None]:
         """
-        The flat batch of a call's rows, on their device; `None` if the call is to be computed as before. Also the
-        places where padding predicts first tokens, if only the backward pass can tell whether the loss scores these.
+        The flat batch of a call's rows, on their device; `None` if the call is to be computed as before. Also which
+        tokens of the answer are padding, if the backward pass is to tell whether the loss reads these.
         """
         if self.is_off:
             return None, None
         found: FlatBatch | str = self._why_no_rows(inputs)
-        places = None
+        padding = None
         if not found:
             # Unsupported adapters, or another attention implementation, set after `padding_free`
             model, route = self.model, self.flat_model.route
@@ -229,11 +232,11 @@ class PaddedCalls(PaddedRows):
                     f"The attention of {type(model).__name__} was set to {str(name)!r} since `padding_free` has proven "
                     f"it with {route.previous!r}. Call `padding_free` again."
                 )
-            found, places = self._flat_batch_of(inputs)
+            found, padding = self._flat_batch_of(inputs)
         if isinstance(found, str):
             self._warn(found)
-            return None, places
-        return found.to(inputs["input_ids"].device, non_blocking=True), places
+            return None, padding
+        return found.to(inputs["input_ids"].device, non_blocking=True), padding
 
     def _warn(self, reason: str) -> None:
         if self.says and reason not in self.said:
@@ -241,6 +244,17 @@ class PaddedCalls(PaddedRows):
             logger.warning(
                 f"padding_free: {type(self.model).__name__} computes a call as before, with its padding: {reason}."
             )
+
+
+def _refuse_reading(results: torch.Tensor) -> None:
+    """Raise if a backward pass has seen that a loss reads what a flat call has answered at padding."""
+    if results[1]:
+        raise ValueError(
+            "The loss reads what the model answers at padding, where `padding_free` has computed nothing and padded "
+            "rows have predictions: of padding, if labels there are not -100, or of the first token of a row, if it "
+            "follows padding on the left. Set labels of padding to -100, leave first tokens out or pad on the right, "
+            "or call the model within `FlatModel.of(model).padded.aside()`."
+        )
 
 
 def _without_rows(inputs: Inputs) -> Inputs:

@@ -88,7 +88,7 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True, 
     call = _CallWithRows(model, calls)
     try:
         # Calls of the check neither warn nor count
-        quietly = [(calls, "says", False), (calls, "scores_first", False), (flat, "counts", flat.counts)]
+        quietly = [(calls, "says", False), (calls, "reads_padding", False), (flat, "counts", flat.counts)]
         with attributes_set(quietly):
             result, _ = prove(base, route, call=call)
             with as_tried(base):

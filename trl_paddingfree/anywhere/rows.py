@@ -5,6 +5,7 @@ import inspect
 import torch
 
 from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
+from ..core.flat.transfer import Arriving, on_device
 from ..core.model import architecture
 from ..core.model.architecture import CACHES, TYPE_ROWS
 from ..core.model.flat_model import FlatModel
@@ -16,8 +17,6 @@ _LABELS = ("labels", "shift_labels")
 OF_HEADS = (*_LABELS, "logits_to_keep", "num_items_in_batch")
 _OUTPUTS = ("output_hidden_states", "output_attentions")
 
-Places = tuple[torch.Tensor, torch.Tensor]  # rows, and columns counted from the end
-
 
 class PaddedRows:
     """Reads the padded calls of one model."""
@@ -25,7 +24,7 @@ class PaddedRows:
     def __init__(self, flat_model: FlatModel):
         self.flat_model = flat_model
         self.model = model = flat_model.model
-        self.classifies_rows = type(model).__name__.endswith("ForSequenceClassification")
+        self.classifies_rows = architecture.classifies_rows(model)
         # Whether positions, if not given, are counted from the first token of a row (as in OPT), not by column
         embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
         self.counts_by_mask = any("attention_mask" in inspect.signature(x.forward).parameters for x in embeddings)
@@ -34,8 +33,10 @@ class PaddedRows:
         self.follows_longest = bool(architecture.rotary_limits(model.config.get_text_config()))
         # Whether calls are computed flat if they have padding on the left, ask for router losses, or have labels
         self.with_left_padding = self.with_routers = self.with_labels = True
-        # Whether the loss scores first tokens after padding; `None` until a backward pass could tell
-        self.scores_first: bool | None = None
+        # Whether the loss reads answers at padding, such as predictions of first tokens by padding on the left; `None`
+        # until a backward pass could tell
+        self.reads_padding: bool | None = None
+        self.arriving = Arriving()  # what backward passes have seen
 
     def _wants(self, inputs: Inputs, name: str) -> bool:
         """Whether a call asks for `name`, or the configuration if the call leaves it unset."""
@@ -70,13 +71,17 @@ class PaddedRows:
                 return f"its `{name}` is not one number for each token"
         return ""
 
-    def _flat_batch_of(self, inputs: Inputs) -> tuple[FlatBatch | str, Places | None]:
-        """The flat batch or why there is none, from values copied to the host; where padding predicts first tokens."""
+    def _flat_batch_of(self, inputs: Inputs) -> tuple[FlatBatch | str, torch.Tensor | None]:
+        """
+        The flat batch or why there is none, from values copied to the host. Also which tokens of the answer `(R, L)`
+        are padding, if the backward pass is to tell whether the loss reads these.
+        """
         rows = inputs["input_ids"]
         labels = () if self.classifies_rows else _LABELS
         given = {name: inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids", *labels)}
         shapes = (rows.shape, (1, rows.size(1)))
         values = _on_host({k: x.expand_as(rows) for k, x in given.items() if torch.is_tensor(x) and x.shape in shapes})
+        self.arriving.read()  # has arrived, as the host has waited for the rows
         ids = values["input_ids"]
         mask = values.get("attention_mask", torch.ones_like(ids))
         real = mask.bool()
@@ -111,24 +116,23 @@ class PaddedRows:
                     f"its head reads padding, as `config.pad_token_id={padding}` is another token than padding has",
                     None,
                 )
-        # Where the answer holds predictions of first tokens, made by padding on the left
-        width, kept = ids.size(1), inputs.get("logits_to_keep")
-        columns = real.int().argmax(1) - 1 - width
-        if isinstance(kept, int) and kept:
-            width = min(kept, width)
-        first = (columns >= -width).nonzero()[:, 0]
-        places = (first, columns[first]) if len(first) and not self.flat_model.is_pooled else None
-        has_labels = values.keys() & _LABELS
-        if places and not has_labels and (self.scores_first is not False or not torch.is_grad_enabled()):
+        padding, kept = None, inputs.get("logits_to_keep")
+        if torch.is_grad_enabled() and not real.all():
+            padding = on_device(~real, rows.device)
+            padding = padding[:, kept] if torch.is_tensor(kept) else padding[:, -(kept or 0) :]
+        # Whether the answer holds predictions of first tokens, made by padding on the left
+        predicts_first = begins[:, max(0, ids.size(1) - kept) :] if isinstance(kept, int) and kept else begins
+        is_told = values.keys() & _LABELS or self.flat_model.is_pooled
+        if predicts_first.any() and not is_told and (self.reads_padding is not False or not torch.is_grad_enabled()):
             reason = (
                 "it has padding on the left, and its loss may score the first token of a row, which padding predicts: "
                 "give the model `labels` or `logits_to_keep`, or have a backward pass show that no loss does"
             )
-            return reason, places
+            return reason, padding
         reach = int(positions.max()) + 1 if self.follows_longest else None
         return FlatBatch.from_padded(
             ids, mask, None, positions, prefix_sharing=self.flat_model.route.prefix_sharing, reach=reach
-        ), places
+        ), padding
 
 
 def _on_host(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -107,7 +107,9 @@ def test_installing_again_changes_the_route_and_nothing_else():
 def test_a_copy_of_a_model_computes_with_its_own_weights_and_on_its_own_route():
     model = with_head(make_model())
     route = choose_route(model)
-    FlatModel.install(model, route).edits.pending.append((torch.zeros(3), torch.Generator()))  # as events, no copies
+    FlatModel.install(model, route).edits.pending.append(
+        (torch.zeros(3), torch.Generator(), print)
+    )  # as events, no copies
     clone = copy.deepcopy(model)
     FlatModel.of(model).edits.pending.clear()
     rows = [[1, 2, 3, 4], [1, 2, 6]]

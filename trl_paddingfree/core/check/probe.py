@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ...recurrent.layers import carries_state, in_small_chunks, is_state_layer
 from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
+from ..model.architecture import classifies_rows
 from ..model.forward import is_pooled
 from ..model.restored import attributes_set, random_state_restored
 from .comparison import HALF_DIGITS_FACTOR, NOISE_FACTOR, root_mean_square
@@ -128,7 +129,7 @@ def row_inputs(model: PreTrainedModel, rows: Rows, width: int = 0, prefix_sharin
     """A model's arguments for rows, padded to at least `width`, with a flat batch unless `prefix_sharing=None`."""
     pooled = is_pooled(model)
     pad_token_id = model.config.get_text_config().pad_token_id if pooled else 0
-    if pad_token_id is None and type(model).__name__.endswith("ForSequenceClassification"):
+    if pad_token_id is None and classifies_rows(model):
         raise ValueError(
             f"{type(model).__name__} finds the end of a row by `config.pad_token_id`, which is not set: set "
             "`model.config.pad_token_id` to the token that pads your rows."

@@ -51,6 +51,36 @@ class HasTensors:
         return self.map(lambda tensor: other_of.get(id(tensor), tensor))
 
 
+class Arriving:
+    """
+    Results on their way to the host, in order, and what to do with each. Nothing waits for them before they are read.
+    Copies of their owner get a new one.
+    """
+
+    def __init__(self) -> None:
+        self.pending: list[tuple[torch.Tensor, torch.Event, Callable[[torch.Tensor], None]]] = []
+
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()
+
+    @torch.compiler.disable
+    def add(self, results: torch.Tensor, then: Callable[[torch.Tensor], None]) -> None:
+        """Have `then` take `results` on the CPU: at once if they are there, otherwise when they are read."""
+        if results.is_cpu:
+            then(results)
+        elif not results.is_meta:  # those have no values
+            on_host = results.to("cpu", non_blocking=True)  # into pinned memory, if the device has it
+            # On the stream of the copy: the model may be on another device than the current one
+            self.pending.append((on_host, torch.accelerator.current_stream(results.device).record_event(), then))
+
+    def read(self, waits: bool = True) -> None:
+        """Take all results, and wait for those that have not arrived; if not `waits`, only those that have arrived."""
+        while self.pending and (waits or self.pending[0][1].query()):
+            results, arrival, then = self.pending.pop(0)
+            arrival.synchronize()
+            then(results)
+
+
 def _mapped(value: object, fn: Callable[[torch.Tensor], torch.Tensor]) -> object:
     if torch.is_tensor(value):
         return fn(value)

@@ -23,6 +23,8 @@ def why_padded_by(config: PeftConfig | None) -> str:
         return f"{name} puts virtual tokens before every row, which a flat batch cannot hold: use LoRA"
     if name in ("PolyConfig", "XLoraConfig"):
         return f"{name} weighs its adapters by row, and a flat batch is one row: use LoRA"
+    if name == "ShadowConfig":
+        return f"{name} runs a second network on the rows of a call, and its layers get one row: use LoRA"
     if name == "LilyConfig":
         return f"{name} weighs its adapters by an average over all tokens of a call, padding among them: use LoRA"
     if not isinstance(config, LoraConfig):

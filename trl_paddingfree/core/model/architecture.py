@@ -49,6 +49,11 @@ def wants(config: PreTrainedConfig, arguments: dict[str, Any], name: str) -> boo
     return bool(config_value(config, name) if value is None else value)
 
 
+def classifies_rows(model: PreTrainedModel) -> bool:
+    """Whether the head of `model` reads one token of each row, which transformers finds by `config.pad_token_id`."""
+    return any(base.__name__.endswith("ForSequenceClassification") for base in type(model).__mro__)
+
+
 def position_limits(model: PreTrainedModel) -> list[int]:
     """Maximum number of positions in a row, one entry for each name under which this configuration states it."""
     names = ("max_position_embeddings", "max_seq_len", "max_target_positions")

@@ -1,13 +1,13 @@
 """Why a call with a flat batch is rejected: arguments it cannot answer, or rows edited after they were flattened."""
 
 import inspect
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
+from ..flat.transfer import Arriving
 from .architecture import CACHES, TYPE_ROWS, takes_images, wants
 
 # Arguments of a forward that only make sense with padded rows
@@ -126,30 +126,15 @@ def refuse_lost_values(inputs: Inputs, made: Inputs) -> None:
             )
 
 
-@dataclass
-class EditsFound:
-    """Results of [`edits`] on their way to the host. Nothing waits for them before [`EditsFound.read`]."""
-
-    pending: list[tuple[torch.Tensor, torch.Event]] = field(default_factory=list)  # results, and their arrival
+class EditsFound(Arriving):
+    """
+    Results of [`edits`] on their way to the host, which raise if they show an edit. Reading them waits shortly: they
+    are computed before the model's layers.
+    """
 
     @torch.compiler.disable
     def ask(self, batch: FlatBatch, inputs: Inputs, made_labels: torch.Tensor | None = None) -> None:
         """Compare rows in `inputs` with `batch`, without waiting. Labels have to equal `made_labels`, if given."""
         self.read(waits=False)  # what has arrived by now: a custom training loop may never `read`
-        results = edits(batch, **{name: inputs.get(name) for name in _EDITS}, made_labels=made_labels)
-        if results.is_cpu:
-            refuse_edits(results)
-        elif not results.is_meta:  # those have no values
-            on_host = results.to("cpu", non_blocking=True)  # into pinned memory, if the device has it
-            # On the stream of the copy: the model may be on another device than the current one
-            self.pending.append((on_host, torch.accelerator.current_stream(results.device).record_event()))
-
-    def read(self, waits: bool = True) -> None:
-        """
-        Raise if any result shows an edit. Waits until all have arrived, which is soon, as they are computed before the
-        model's layers; if not `waits`, reads only those that have arrived.
-        """
-        while self.pending and (waits or self.pending[0][1].query()):
-            results, arrival = self.pending.pop(0)
-            arrival.synchronize()
-            refuse_edits(results)
+        found = edits(batch, **{name: inputs.get(name) for name in _EDITS}, made_labels=made_labels)
+        self.add(found, then=refuse_edits)

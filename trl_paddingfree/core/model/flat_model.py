@@ -72,9 +72,8 @@ class FlatModel:
         self.hooks: tuple[PassHook, ...] = ()  # what capabilities add to all passes
 
     def __getstate__(self) -> dict[str, object]:
-        # Copies of the model drop what belongs to the trainer, and pending edits, whose events cannot be copied
-        left = dict.fromkeys(("flatten", "group"))
-        return {**vars(self), **left, "hooks": (), "edits": EditsFound()}
+        # Copies of the model drop what belongs to the trainer
+        return {**vars(self), **dict.fromkeys(("flatten", "group")), "hooks": ()}
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> "FlatModel | None":
