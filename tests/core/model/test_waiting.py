@@ -14,7 +14,7 @@ from tests.helpers.architectures import tiny_model
 from tests.helpers.flat_and_padded import flat_model
 from tests.helpers.tiny import SHARING
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.core.model import edits
+from trl_paddingfree.core.model import flat_model as of_model
 from trl_paddingfree.groups.sequence import SequenceGroup
 
 # model types and what is special: windows, soft-capping, sinks, chunks, experts, compressed keys, layers with a state
@@ -39,8 +39,8 @@ ROWS = [[5, 6, 7, 8, 9, 1], [5, 6, 7, 2], [5, 6, 7, 8, 3, 3, 3], [4], [11] * 20]
 @pytest.fixture
 def comparison(monkeypatch):
     """The comparison of rows with their batch, on the device: on a GPU, the host asks for it and goes on."""
-    watched = mock.Mock(wraps=edits.edits)
-    monkeypatch.setattr(edits, "edits", watched)
+    watched = mock.Mock(wraps=of_model.edits)
+    monkeypatch.setattr(of_model, "edits", watched)
     return watched
 
 

@@ -247,7 +247,7 @@ def test_a_label_in_the_padding_and_another_mask_are_edits():
         ("attention_mask", [[0] * 3] * 2, [False] * 3),
         ("input_ids", [[1, 2, 3], [4, 8, 9]], [False] * 3),  # what stands in the padding
     ):
-        assert edits(batch, **{name: torch.tensor(rows)}).tolist() == edited
+        assert edits(batch, {name: torch.tensor(rows)}).tolist() == edited
 
 
 # --- A loss of one's own -------------------------------------------------------------------------------------------

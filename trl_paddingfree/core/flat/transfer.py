@@ -65,7 +65,8 @@ class Arriving:
 
     @torch.compiler.disable
     def add(self, results: torch.Tensor, then: Callable[[torch.Tensor], None]) -> None:
-        """Have `then` take `results` on the CPU: at once if they are there, otherwise when they are read."""
+        """Have `then` take `results` on the CPU: at once if they are there, otherwise when they have arrived."""
+        self.read(waits=False)  # what has arrived by now: a custom training loop may never `read`
         if results.is_cpu:
             then(results)
         elif not results.is_meta:  # those have no values

@@ -7,7 +7,6 @@ import torch
 from transformers import PreTrainedModel
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
-from ..flat.transfer import Arriving
 from .architecture import CACHES, TYPE_ROWS, takes_images, wants
 
 # Arguments of a forward that only make sense with padded rows
@@ -52,21 +51,17 @@ def refuse_unanswerable(model: PreTrainedModel, inputs: Inputs) -> None:
 
 
 @torch.compiler.disable
-def edits(
-    batch: FlatBatch,
-    input_ids: torch.Tensor | None = None,
-    attention_mask: torch.Tensor | None = None,
-    labels: torch.Tensor | None = None,
-    made_labels: torch.Tensor | None = None,
-) -> torch.Tensor:
+def edits(batch: FlatBatch, inputs: Inputs, made_labels: torch.Tensor | None = None) -> torch.Tensor:
     """
-    `(3,)` bool: whether each of these `(R, L)` tensors differs from what `batch` was made from. The host does not wait.
+    `(3,)` bool: whether `input_ids`, `attention_mask` and `labels` of the inputs, each `(R, L)` if given, differ from
+    what `batch` was made from. The host does not wait.
 
     Values in the padding are ignored. An all-zero mask is not an edit: it marks a batch that counts for nothing.
     Neither are fewer labels, because answers are masked by the labels of the call, unless these are to be equal to
     `made_labels`, those of the rows before.
     """
     index, mask = batch.row_index, batch.row_mask
+    input_ids, attention_mask, labels = map(inputs.get, _EDITS)
     reshaped = [rows is not None and rows.shape != index.shape for rows in (input_ids, attention_mask, labels)]
     if any(reshaped):
         return torch.tensor(reshaped)
@@ -124,17 +119,3 @@ def refuse_lost_values(inputs: Inputs, made: Inputs) -> None:
                 "which are made of what the collator gave: make the change in `torch_call` of a subclass of this "
                 "package's collator, or leave `memory_budget` and `max_tokens_per_micro_batch` out."
             )
-
-
-class EditsFound(Arriving):
-    """
-    Results of [`edits`] on their way to the host, which raise if they show an edit. Reading them waits shortly: they
-    are computed before the model's layers.
-    """
-
-    @torch.compiler.disable
-    def ask(self, batch: FlatBatch, inputs: Inputs, made_labels: torch.Tensor | None = None) -> None:
-        """Compare rows in `inputs` with `batch`, without waiting. Labels have to equal `made_labels`, if given."""
-        self.read(waits=False)  # what has arrived by now: a custom training loop may never `read`
-        found = edits(batch, **{name: inputs.get(name) for name in _EDITS}, made_labels=made_labels)
-        self.add(found, then=refuse_edits)

@@ -17,11 +17,11 @@ from .. import upstream
 from ..flat.batch import FlatBatch, Inputs
 from ..flat.counts import BatchCounts
 from ..flat.schedule import Schedule
-from ..flat.transfer import on_device
+from ..flat.transfer import Arriving, on_device
 from ..versions import refuse_moved_head
 from .architecture import by_name, recompute_first, rotary_limits
 from .attention import register_attention
-from .edits import EditsFound, refuse_unanswerable
+from .edits import edits, refuse_edits, refuse_unanswerable
 from .forward import flat_backbone, flat_forward, flat_inputs, is_pooled
 from .hooks import PassHook
 from .masks import ATTENTION_BACKENDS
@@ -61,7 +61,7 @@ class FlatModel:
         self.carries_state = carries_state(model)
         self.has_trained = False  # whether a flat batch was computed with gradients, see [`FlatModel.must_train`]
         self.repeats = False  # whether any layer that carries state recomputes shared prefixes
-        self.edits = EditsFound()
+        self.edits = Arriving()  # whether rows were edited since they were flattened
         # Flattens calls of TRL's head that bring no `flat_batch`; if unset, they stay padded
         self.flatten: Flattener | None = None
         self.recomputable: Sequence[GradientCheckpointingLayer] = ()  # layers that a budget may checkpoint
@@ -150,7 +150,8 @@ class FlatModel:
             rows = kwargs.get("input_ids")
             if rows is not None and rows.device != batch.input_ids.device:  # FSDP moves rows, but not the batch
                 batch = batch.to(rows.device, non_blocking=True)
-            self.edits.ask(batch, kwargs | {"labels": None} if self.is_pooled else kwargs)  # theirs are not of tokens
+            compared = kwargs | {"labels": None} if self.is_pooled else kwargs  # theirs are not of tokens
+            self.edits.add(edits(batch, compared), refuse_edits)
         elif kwargs.get("fused_lm_head") and self.flatten is not None and kwargs.get("shift_labels") is None:
             if args:
                 kwargs = by_name(self.forwards[-1], args, kwargs)

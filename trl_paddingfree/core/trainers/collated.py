@@ -23,7 +23,7 @@ from ..data.lengths import example_work, has_known_lengths, row_lengths, token_l
 from ..flat.batch import Inputs
 from ..flat.counts import BatchCounts, of_all_processes
 from ..flat.transfer import on_device
-from ..model.edits import refuse_lost_batch, refuse_lost_values
+from ..model.edits import edits, refuse_edits, refuse_lost_batch, refuse_lost_values
 from ..model.restored import attributes_set, random_state_restored
 from . import refusals
 from .base import FlatTrainer
@@ -260,7 +260,8 @@ class CollatedTrainer(FlatTrainer):
         assert planner is not None
         # Sizes and parts are made from the rows on the host, which do not show edits
         labels, made = map(collator.row_labels, (inputs, rows.rows))
-        self.flat.trained.edits.ask(whole, {**inputs, "labels": labels}, on_device(made, labels.device))
+        found = edits(whole, {**inputs, "labels": labels}, on_device(made, labels.device))
+        self.flat.trained.edits.add(found, refuse_edits)
         if rows.num_items == 1 or planner.is_whole(whole):
             return [inputs]
         refuse_lost_values(inputs, rows.rows)
