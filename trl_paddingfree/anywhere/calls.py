@@ -22,7 +22,7 @@ from ..core.flat.batch import FlatBatch, Inputs
 from ..core.model.adapters import why_padded
 from ..core.model.architecture import CACHES, TYPE_ROWS, by_name, decoder_of, takes_images, wants
 from ..core.model.attention import StandIn
-from ..core.model.flat_model import FlatModel
+from ..core.model.flat_model import NOT_TRACED, FlatModel
 from ..core.model.forward import flat_backbone, flat_inputs, layout_arguments
 from ..core.model.masks import ATTENTION_BACKENDS
 from ..core.model.restored import attributes_set, mark_of
@@ -80,11 +80,11 @@ class PaddedCalls(PaddedRows):
 
     def _bind(self, backbone: torch.nn.Module) -> None:
         @functools.wraps(type(backbone).forward)
-        @torch.compiler.disable(recursive=False)
         def forward(self: torch.nn.Module, *args: object, **kwargs: object) -> object:
             calls, before = vars(self)[ATTRIBUTE]
-            with calls.lock:
-                return calls.of_backbone(before, args, kwargs)
+            if torch.compiler.is_compiling() and (calls.is_off or torch.compiler.is_exporting()):
+                return before(*args, **kwargs)
+            return calls.of_backbone(before, args, kwargs)
 
         vars(forward)[ATTRIBUTE] = True
         vars(backbone)[ATTRIBUTE] = self, backbone.forward
@@ -103,7 +103,6 @@ class PaddedCalls(PaddedRows):
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable(recursive=False)
     def of_model(self, forward: Callable, args: tuple, kwargs: Inputs) -> object:
         """Answer a call of the whole model, whose own forward is `forward`."""
         inputs = by_name(forward, args, kwargs)
@@ -127,8 +126,13 @@ class PaddedCalls(PaddedRows):
         self.has_logits_alone = isinstance(outputs, ModelOutput) and {*outputs} - _STATES == {"logits"}
         return type(outputs)(logits=batch.tokens_to_rows(outputs.logits)) if self.has_logits_alone else None
 
+    @torch.compiler.disable(reason=NOT_TRACED)
     def of_backbone(self, forward: Callable, args: tuple, kwargs: Inputs) -> object:
         """Answer a call of the backbone, whose own forward is `forward`."""
+        with self.lock:
+            return self._of_backbone(forward, args, kwargs)
+
+    def _of_backbone(self, forward: Callable, args: tuple, kwargs: Inputs) -> object:
         inputs = by_name(forward, args, kwargs)
         batch, padding = self._handed_on(inputs) if self.of_head else self._flattened(inputs)
         with self.aside():

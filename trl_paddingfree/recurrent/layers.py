@@ -174,18 +174,23 @@ def install_state_layers(model: PreTrainedModel, along_tree: bool) -> None:
 
 def _bind(layer: torch.nn.Module) -> None:
     @functools.wraps(type(layer).forward)
-    @torch.compiler.disable(recursive=False)
     def forward(self: torch.nn.Module, *args: object, **kwargs: object) -> object:
         state: StateForward = vars(self)[ATTRIBUTE]
-        mask = next(filter(is_layout, (*args, *kwargs.values())), None)
-        if mask is None:
-            return state.forward(*args, **kwargs)
-        kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
-        compute = _along_tree if state.along_tree else _on_rows
-        return compute(self, state, mask, args, kwargs)
+        for value in (*args, *kwargs.values()):  # compilers and exports trace calls without a layout
+            if is_layout(value):
+                return _of_layout(self, state, value, args, kwargs)
+        return state.forward(*args, **kwargs)
 
     vars(forward)[ATTRIBUTE] = True
     layer.forward = types.MethodType(forward, layer)  # type: ignore[method-assign]
+
+
+@torch.compiler.disable(recursive=False)
+def _of_layout(layer: torch.nn.Module, state: StateForward, mask: FlatMask, args: tuple, kwargs: Inputs) -> object:
+    """Call a layer on the flat tokens whose layout `mask` carries."""
+    kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
+    compute = _along_tree if state.along_tree else _on_rows
+    return compute(layer, state, mask, args, kwargs)
 
 
 class _NoCache(types.SimpleNamespace):

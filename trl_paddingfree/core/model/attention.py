@@ -185,22 +185,31 @@ def scale_of_rows(layout: FlatLayout, floor_scale: float, attn_scale: float) -> 
     return layout.tensor((row / flat).astype(np.float32))
 
 
-@torch.compiler.disable
 def _dispatch(attend: Attention, previous: str, module, query, key, value, attention_mask, **kwargs):
-    """Attention as transformers calls it in each layer: `attend` computes flat batches, `previous` all other calls."""
+    """
+    Attention as transformers calls it in each layer: `attend` computes flat batches, `previous` all other calls, which
+    compilers and exports trace.
+    """
     if isinstance(attention_mask, FlatMask):
-        context = attention_mask.context
-        kwargs = {name: x for name, x in kwargs.items() if name not in BOUNDARIES}
-        call = partial(_attend, attend, previous)
-        for around in reversed(context.around):
-            call = partial(around, call)
-        return call(context.layout, module, module, query, key, value, **kwargs)
-    if attention_mask is not None and attention_mask.shape == (1, 1, 1, 1) and key.size(2) > 1:  # no model makes these
+        return _of_layout(attend, previous, module, query, key, value, attention_mask, **kwargs)
+    # No model makes such masks. Exports must not be bound to shapes by the question
+    is_unlike = attention_mask is not None and not torch.compiler.is_exporting()
+    if is_unlike and attention_mask.shape == (1, 1, 1, 1) and key.size(2) > 1:
         raise RuntimeError(
             "The mask that tells attention of a flat batch was copied on its way, and is now one like any other, under "
             "which all tokens see one another. Leave out what copies or offloads arguments of layers."
         )
     return upstream.attention_function(previous, module)(module, query, key, value, attention_mask, **kwargs)
+
+
+@torch.compiler.disable  # it would compile the layout of each batch into the code
+def _of_layout(attend: Attention, previous: str, module, query, key, value, mask: FlatMask, **kwargs):
+    """Attention of the flat batch whose layout its `mask` carries, with what goes around it."""
+    kwargs = {name: x for name, x in kwargs.items() if name not in BOUNDARIES}
+    call = partial(_attend, attend, previous)
+    for around in reversed(mask.context.around):
+        call = partial(around, call)
+    return call(mask.context.layout, module, module, query, key, value, **kwargs)
 
 
 def _attend(attend: Attention, previous: str, layout: FlatLayout, layer, module, query, key, value, **kwargs):

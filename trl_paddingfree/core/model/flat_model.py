@@ -30,6 +30,11 @@ from .routes import Route
 
 # Where a model keeps its [`FlatModel`], which is copied with the model
 ATTRIBUTE = "flat_model"
+# Why flat calls are no part of a compiled model, for those who compile one as a whole
+NOT_TRACED = (
+    "flat batches have another layout in each call, so that only decoder layers can be compiled: set "
+    "`torch_compile=True` in the trainer or in `padding_free`"
+)
 # Makes a flat batch from the `input_ids`, `attention_mask` and `labels` of a call
 Flattener = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], FlatBatch]
 
@@ -127,9 +132,12 @@ class FlatModel:
         self.forwards.append(model.forward)
 
         @functools.wraps(type(model).forward)  # `generate` validates its arguments against this signature
-        @torch.compiler.disable(recursive=False)
         def forward(self: PreTrainedModel, *args: object, **kwargs: object) -> object:
-            return vars(self)[ATTRIBUTE]._answer(depth, args, kwargs)
+            flat: FlatModel = vars(self)[ATTRIBUTE]
+            # A compiler or an export traces what transformers computes, and nothing of ours
+            if torch.compiler.is_compiling() and "flat_batch" not in kwargs and flat._leaves_calls:
+                return flat.forwards[depth](*args, **kwargs)
+            return flat._answer(depth, args, kwargs)
 
         forward.depth = depth  # type: ignore[attr-defined]
         model.forward = types.MethodType(forward, model)
@@ -139,6 +147,13 @@ class FlatModel:
         """Whether the model's forward is ours, or wraps ours."""
         return mark_of(self.model, "depth") == len(self.forwards) - 1
 
+    @property
+    def _leaves_calls(self) -> bool:
+        """Whether calls without a `flat_batch` are computed as before: outside of ours, and in exports."""
+        takes_none = self.flatten is None and (self.padded is None or self.padded.is_off)
+        return takes_none or torch.compiler.is_exporting()
+
+    @torch.compiler.disable(reason=NOT_TRACED)
     def _answer(self, depth: int, args: tuple, kwargs: Inputs) -> object:
         """Our forward that replaced `forwards[depth]`."""
         batch = kwargs.pop("flat_batch", None)
