@@ -45,6 +45,7 @@ def assert_traced(model, ways=ALL):
             torch.testing.assert_close(way(model)(**INPUTS).logits, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.drawn(2)
 @ADAPTERS
 @pytest.mark.parametrize("task", ["sft", "dpo", "reward"])
 def test_trained_models(task, adapters):
@@ -54,6 +55,7 @@ def test_trained_models(task, adapters):
     assert_traced(model)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("model_type", "attention"),
     [("gemma2", "eager"), ("gpt_oss", "eager"), ("mixtral", "sdpa"), ("lfm2", "sdpa"), ("mamba2", None)],

@@ -249,8 +249,7 @@ class StandIn(str):
     def __eq__(self, other: object) -> bool:  # torch.compile traces this
         return self.key == other.key if isinstance(other, StandIn) else self.key[0] == other
 
-    def __ne__(self, other: object) -> bool:
-        return not self == other
+    __ne__ = object.__ne__  # asks `__eq__`, unlike that of `str`
 
 
 def register_attention(previous: str, backend: BackendName) -> StandIn:
