@@ -5,12 +5,9 @@ An upgrade that moves one of them fails here, under its name.
 
 import ast
 import copy
-import functools
 import importlib
 import inspect
 import re
-import sys
-import types
 from types import SimpleNamespace
 from unittest import mock
 
@@ -33,8 +30,6 @@ from trl_paddingfree.core.model import architecture
 from trl_paddingfree.core.model.attention import torch_varlen
 from trl_paddingfree.core.model.forward import is_pooled
 from trl_paddingfree.core.model.masks import BOUNDARIES, FlatMask
-from trl_paddingfree.recurrent import tree as state_tree
-from trl_paddingfree.recurrent.layers import state_layers
 from trl_paddingfree.registry import TRAINERS
 
 # Where each private name lives, and the parameters that we give it; `None` of what is not called
@@ -204,18 +199,6 @@ def test_every_method_that_is_extended_or_private_is_asked_for_when_a_class_is_m
     assert {name for names in versions.CLASS_NAMES.values() for name in names.split()} == {name for _, name in taken}
 
 
-def test_a_function_that_the_package_kernels_makes_a_module_has_the_same_kernel():
-    """It makes layers of functions, which have no `__wrapped__`."""
-    from transformers.models.falcon_h1 import modeling_falcon_h1
-
-    class Func(torch.nn.Module):
-        def forward(self, *args, **kwargs):
-            return modeling_falcon_h1.mamba2_chunk_scan(*args, **kwargs)
-
-    found = [upstream._missing_kernel("mamba2_chunk_scan", f) for f in (modeling_falcon_h1.mamba2_chunk_scan, Func())]
-    assert found[0] == found[1] != ""
-
-
 def test_an_operator_of_pytorch_that_has_moved_is_named(monkeypatch):
     torch_varlen()  # its module registers the operators as it is imported
     monkeypatch.setattr(torch.ops, "torch_attn", SimpleNamespace())
@@ -310,69 +293,6 @@ def test_llama4_scales_queries_by_their_place_on_the_axis():
     assert "torch.arange(hidden_states.shape[1]" in source
     assert "torch.log1p(torch.floor((positions.float() + 1.0) / self.floor_scale)) * self.attn_scale + 1.0" in source
     assert {"attn_temperature_tuning", "use_rope", "floor_scale", "attn_scale"} <= vars(layer).keys()
-
-
-def test_a_kernel_that_is_there_is_not_missing(monkeypatch):
-    """transformers' decorator takes the kernel of a package when a module is imported: here one of our own."""
-    from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
-
-    package = types.ModuleType("causal_conv1d")
-    package.causal_conv1d_fn = lambda x, weight, seq_idx=None: x
-    monkeypatch.setitem(sys.modules, "causal_conv1d", package)
-    function = use_kernel_func_from_hub_with_fallback("causal_conv1d_fn", "causal_conv1d")(
-        lambda hidden_states, weight: hidden_states
-    )
-    assert upstream._missing_kernel("causal_conv1d_fn", function) is None
-
-
-# What stands in for these functions is given, and gives them, these parameters
-STATE_FUNCTIONS = {
-    "causal_conv1d_fn": {"hidden_states", "weight", "bias", "activation"},
-    "chunk_kimi_delta_attention": {"g", "beta", "chunk_size", "initial_state", "output_final_state"},
-    "mamba2_chunk_scan": {"dt", "D", "dt_bias", "dt_softplus", "dt_limit", "chunk_size", "initial_states"},
-    "mamba_selective_scan": {"dt", "D", "z", "delta_bias", "delta_softplus", "return_last_state"},
-    "torch_chunk_gated_delta_rule": {"g", "beta", "chunk_size", "initial_state", "output_final_state"},
-    "mamba2_split_conv1d_scan_combined": set(),
-    "mamba_inner_fn": set(),
-}
-# What the layers of each call, beside the convolution
-CALLED = {
-    "kimi_linear bailing_hybrid": {"chunk_kimi_delta_attention"},
-    "qwen3_5_text qwen3_5_moe_text qwen3_next qwen4_exp_text olmo_hybrid": {"torch_chunk_gated_delta_rule"},
-    "mamba falcon_mamba": {"mamba_selective_scan", "mamba_inner_fn"},
-    "jamba zamba": {"mamba_selective_scan"},
-    "mamba2 bamba falcon_h1 granitemoehybrid nemotron_h zamba2": {
-        "mamba2_chunk_scan",
-        "mamba2_split_conv1d_scan_combined",
-    },
-    "lfm2 lfm2_moe lfm3": set(),
-}
-
-
-@pytest.mark.parametrize("model_types", CALLED)
-def test_layers_that_carry_state_call_functions_that_ours_stand_in_for(model_types):
-    for layer in (layer for name in model_types.split() for layer in state_layers(tiny_model(name))):
-        functions = upstream.state_functions(type(layer).forward)
-        assert functions.keys() == CALLED[model_types] | {"causal_conv1d_fn"}, layer
-        for name, function in functions.items():
-            assert STATE_FUNCTIONS[name] <= inspect.signature(function).parameters.keys(), layer
-
-
-def test_functions_are_replaced_for_one_forward_only():
-    """accelerate's decorator holds the forward that it wraps as a variable, where the copy takes its place."""
-    (layer,), states = state_layers(tiny_model("lfm2")), torch.randn(1, 4, 32)
-    assert hasattr(type(layer).forward, "__wrapped__")
-    expected, calls = layer(states), []
-
-    def convolve(states, *args, **kwargs):
-        calls.append(states)
-        return torch.zeros_like(states)
-
-    assert not state_tree.with_functions(layer.forward, {"causal_conv1d_fn": convolve})(states).any()
-    assert len(calls) == 1
-    assert torch.equal(layer(states), expected)
-    with pytest.raises(TypeError, match="partial"):
-        state_tree.with_functions(functools.partial(layer.forward), {})
 
 
 # --- What TRL does with its fused head -----------------------------------------------------------------------------

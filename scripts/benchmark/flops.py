@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from trl_paddingfree.core import upstream
 from trl_paddingfree.core.flat.batch import FlatBatch
 from trl_paddingfree.core.flat.calls import AttentionCalls
 from trl_paddingfree.core.flat.layout import FlatLayout
 from trl_paddingfree.core.flat.segments import adjacent_prefixes
+from trl_paddingfree.recurrent.kernels import takes_boundaries
 from trl_paddingfree.recurrent.layers import repeats_prefixes, state_layers
 from trl_paddingfree.recurrent.pieces import PathRows
 from trl_paddingfree.recurrent.tree import step_cost
@@ -32,7 +32,7 @@ def slots_of_state_layers(model: Any, layout: FlatLayout) -> int:
         return 0
     if not repeats_prefixes(model):
         return layout.segments.num_tokens
-    joined = all(map(upstream.takes_state_boundaries, layers))
+    joined = all(map(takes_boundaries, layers))
     rows = PathRows.of(layout, None if joined else step_cost(layout.device))
     return sum(n * longest for n, longest in rows.shapes)
 

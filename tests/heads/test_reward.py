@@ -77,12 +77,12 @@ def test_a_loss_may_be_the_models_own_given_labels_of_rows(data):
 
 
 def test_a_head_that_sees_other_rows_is_caught(monkeypatch):
-    from trl_paddingfree.core.model import forward
+    from trl_paddingfree.core.model.mixers import Mixers
 
     model = reward_model()
     route = choose_route(model)
     assert check_flat(model, route).passed
-    monkeypatch.setattr(forward, "backbone_mask", lambda *args: None)
+    monkeypatch.setattr(Mixers, "arguments", lambda *args: {"attention_mask": None})
     assert not check_flat(model, route).passed
 
 

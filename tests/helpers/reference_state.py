@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from trl_paddingfree.core import upstream
+from trl_paddingfree.recurrent import kernels
 
 # transformers' names of the functions for which it looks for a kernel, with the dimension of the tokens
 _FUNCTIONS = {
@@ -72,7 +72,7 @@ def without_gradient_of_state(scan):
 def reference_state_kernels(model):
     """Within this context, `model` has kernels that keep the segments of a flat row apart."""
     module = sys.modules[type(model.get_decoder()).__module__]
-    with ExitStack() as patches:
+    with mock.patch.object(kernels, "is_installed", return_value=True), ExitStack() as patches:
         for name, dim in _FUNCTIONS.items():
             if hasattr(getattr(module, name, None), "__wrapped__"):  # LFM3's convolution has no kernel
                 function = by_segment(getattr(module, name).__wrapped__, dim)
@@ -80,7 +80,6 @@ def reference_state_kernels(model):
         if hasattr(module, "mamba_selective_scan"):
             scan = without_gradient_of_state(module.mamba_selective_scan)
             patches.enter_context(mock.patch.object(module, "mamba_selective_scan", scan))
-            patches.enter_context(mock.patch.object(upstream, "find_spec", lambda name: name == "mamba_ssm"))
         name = "mamba2_split_conv1d_scan_combined"  # the fused kernel of training; without it the parts are called
         if hasattr(module, name):
             patches.enter_context(mock.patch.object(module, name, return_value=None))

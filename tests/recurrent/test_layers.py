@@ -310,7 +310,7 @@ def test_convolutions_outside_of_the_layers_are_none_of_ours():
     model = tiny_model("llama")
     assert not state_layers.state_layers(model)
     model.model.sound = torch.nn.Sequential(torch.nn.Conv1d(1, 1, 1))
-    assert not state_layers.carries_state(model)
+    assert not state_layers.state_layers(model)
 
 
 def test_what_would_be_faster_is_named():

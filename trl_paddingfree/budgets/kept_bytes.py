@@ -20,10 +20,10 @@ from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..core.model.architecture import checkpointing_layers, recomputable_layers
 from ..core.model.flat_model import FlatModel
 from ..core.model.forward import is_pooled
+from ..core.model.mixers import mixers
 from ..core.model.restored import attributes_set, buffers_restored, random_state_restored
 from ..core.model.routes import Route
 from ..groups.sequence import scored_sizes
-from ..recurrent.layers import state_layers
 from ..spans import NO_WINDOW
 from .features import KEYS, PAIRS, SCORED, TOKENS, memory_features
 from .keys import keys_noted
@@ -72,7 +72,7 @@ def _batches(model: PreTrainedModel, route: Route) -> tuple[list[FlatBatch], lis
     odd.append([prompt[: _SHORT - i] + row for i in range(0, 33, 2) for row in tokens(16, 16)])
     forks = zip(tokens(33, 45, *[34] * 20), (30, 19, *[10] * 20), tokens(3, *[8] * 21), strict=True)
     odd.append([prompt[:2] + row for first, at, second in forks for row in (first, first[:at] + second)])
-    if state_layers(model) and route.states != "tree":  # their kernels pad no rows
+    if not mixers().pads(model, route.states):
         odd = []
     flatten = partial(FlatBatch.from_rows, prefix_sharing=route.prefix_sharing)
     unscored = flatten([long], [[IGNORE_INDEX] * _MIDDLE + long[_MIDDLE:]])

@@ -6,13 +6,10 @@ uses them. When an upgrade moves one, the test fails and names it.
 
 import inspect
 import sys
-import types
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
-from traceback import walk_tb
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -164,60 +161,6 @@ def varlen_gradients(
     options = (window is None, torch.zeros(2, dtype=torch.uint64, device=query.device), scale)
     left = -1 if window is None else window - 1
     return backward(grad, query, key, value, output, lse, cu_q, cu_k, max_q, max_k, *options, [left, 0])
-
-
-# transformers' functions that mix tokens in layers that carry state (convolutions and recurrences), and the argument
-# that tells their kernels where rows begin. No kernel for Mamba 1's scan has one
-_STATE_FUNCTIONS = {
-    "causal_conv1d_fn": "seq_idx",
-    "mamba2_chunk_scan": "seq_idx",
-    "mamba_selective_scan": None,
-    "torch_chunk_gated_delta_rule": "cu_seqlens",
-    "chunk_kimi_delta_attention": "cu_seqlens",
-}
-# Convolution and scan fused in one kernel. If it is not installed, they are `None`, and the two are called separately
-_FUSED_FUNCTIONS = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
-
-
-def state_functions(forward: Callable) -> dict[str, Callable]:
-    """The functions above that a layer's forward calls, by name."""
-    function = inspect.unwrap(getattr(forward, "__func__", forward))
-    if not isinstance(function, types.FunctionType):
-        return {}
-    called = {*_STATE_FUNCTIONS, *_FUSED_FUNCTIONS}.intersection(function.__code__.co_names)
-    return {name: function.__globals__[name] for name in sorted(called)}
-
-
-def _missing_kernel(name: str, function: Callable) -> str | None:
-    """The package to install for the kernel of a function; empty if no package has one, `None` if it is installed."""
-    if (boundaries := _STATE_FUNCTIONS[name]) is None:
-        return None if find_spec("mamba_ssm") else "mamba-ssm"
-    # A function without transformers' decorator has no kernel (LFM3). The `kernels` package turns others into modules
-    if not hasattr(function, "__wrapped__") and not isinstance(function, torch.nn.Module):
-        return ""
-    # transformers does not report which kernels it found, so call the function without tensors, which always fails. If
-    # there is no kernel, its decorator rejects the boundaries, and a local variable there names the package
-    try:
-        function(**{boundaries: True})
-    except (TypeError, ValueError) as error:
-        frames = [frame.f_locals for frame, _ in walk_tb(error.__traceback__)]
-        return next((found["distribution"].replace("_", "-") for found in frames if "distribution" in found), None)
-    return None
-
-
-def missing_state_kernels(forward: Callable) -> dict[str, str | None]:
-    """The result of [`_missing_kernel`] for each of these functions that a layer's forward calls, except fused ones."""
-    functions = state_functions(forward).items()
-    return {name: _missing_kernel(name, function) for name, function in functions if name in _STATE_FUNCTIONS}
-
-
-def takes_state_boundaries(module: torch.nn.Module) -> bool:
-    """Whether a layer that carries state keeps rows on a flat axis apart when it is told where they begin."""
-    forward = type(module).forward
-    if inspect.getfullargspec(inspect.unwrap(forward)).varkw is None:
-        return False  # before transformers 5.22, the convolution of LFM2's MoE takes no boundaries by these names
-    missing = missing_state_kernels(forward)
-    return bool(missing) and all(_STATE_FUNCTIONS[name] and package is None for name, package in missing.items())
 
 
 def sharded_dtype(model: torch.nn.Module) -> torch.dtype | None:

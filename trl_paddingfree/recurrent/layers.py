@@ -21,13 +21,13 @@ import torch
 from accelerate.utils import recursively_apply
 from transformers import PreTrainedModel
 
-from ..core import upstream
 from ..core.flat.batch import Inputs
 from ..core.flat.layout import FlatLayout, Gather, once_per_layout
 from ..core.flat.segments import Segments
 from ..core.model.architecture import CACHES, config_value, decoder_of
 from ..core.model.masks import BOUNDARIES, FlatMask, PassContext, boundaries, causal_mask
 from ..core.model.restored import attributes_set, mark_of
+from . import kernels
 from .pieces import PathRows
 from .tree import step_cost, tree_functions, with_functions
 
@@ -65,15 +65,10 @@ def _outermost(module: torch.nn.Module) -> list[torch.nn.Module]:
     return [layer for child in module.children() for layer in _outermost(child)]
 
 
-def carries_state(model: PreTrainedModel) -> bool:
-    """Whether any layer of `model` carries state from token to token, beyond plain attention."""
-    return bool(state_layers(model))
-
-
 def missing_kernels(model: PreTrainedModel) -> list[str]:
     """Packages whose kernels would compute these layers' rows or pieces in one call, sorted."""
     forwards = map(_own_forward, state_layers(model))
-    return sorted({package for own in forwards for package in upstream.missing_state_kernels(own).values() if package})
+    return sorted({package for own in forwards for package in kernels.missing_kernels(own).values() if package})
 
 
 def _own_forward(layer: torch.nn.Module) -> Callable:
@@ -89,7 +84,7 @@ def _installed(layer: torch.nn.Module) -> "StateForward | None":
 def can_go_along_tree(layer: torch.nn.Module) -> bool:
     """Whether a layer mixes tokens by functions that those of `state_tree` can replace."""
     forward = _own_forward(layer)
-    if not is_state_layer(layer) or not upstream.state_functions(forward):
+    if not is_state_layer(layer) or not kernels.functions_of(forward):
         return False
     with suppress(TypeError):
         with_functions(forward, {})
@@ -119,7 +114,7 @@ def describe_state_layers(model: PreTrainedModel) -> str:
     for layer in state_layers(model):
         how = "along the tree, each token once"
         if not _is_along_tree(layer):
-            joined = upstream.takes_state_boundaries(layer)
+            joined = kernels.takes_boundaries(layer)
             how = "all rows in one call of their kernels" if joined else "rows of like length in one call"
         kinds[how].add(type(layer).__name__)
     if not kinds:
@@ -138,7 +133,7 @@ def in_small_chunks(model: PreTrainedModel) -> AbstractContextManager[None]:
     changed = []
     for layer in filter(can_go_along_tree, state_layers(model)):
         own = _own_forward(layer)
-        functions, missing = upstream.state_functions(own), upstream.missing_state_kernels(own)
+        functions, missing = kernels.functions_of(own), kernels.missing_kernels(own)
         chunked: dict[str, Callable] = {
             name: partial(_in_small_chunks, functions[name])
             for name, package in missing.items()
@@ -168,8 +163,8 @@ def install_state_layers(model: PreTrainedModel, along_tree: bool) -> None:
         own, goes_along = _own_forward(layer), along_tree and can_go_along_tree(layer)
         if not _installed(layer):
             _bind(layer)
-        kernels = [name for name, package in upstream.missing_state_kernels(own).items() if package is None]
-        vars(layer)[ATTRIBUTE] = StateForward(own, goes_along, kernels, upstream.takes_state_boundaries(layer))
+        with_kernel = [name for name, package in kernels.missing_kernels(own).items() if package is None]
+        vars(layer)[ATTRIBUTE] = StateForward(own, goes_along, with_kernel, kernels.takes_boundaries(layer))
 
 
 def _bind(layer: torch.nn.Module) -> None:
@@ -226,7 +221,7 @@ def is_layout(value: object) -> TypeGuard[FlatMask]:
 @torch.compiler.disable  # it would compile the layout of each batch into the code
 def _along_tree(layer: torch.nn.Module, state: StateForward, mask: FlatMask, args: tuple, kwargs: Inputs) -> object:
     """Call a layer on flat tokens, without a mask, with functions that go along the tree."""
-    functions = tree_functions(mask.context, upstream.state_functions(state.forward), state.kernels)
+    functions = tree_functions(mask.context, kernels.functions_of(state.forward), state.kernels)
     args, kwargs = recursively_apply(lambda mask: None, (args, kwargs), test_type=is_layout)
     return with_functions(state.forward, functions)(*args, **kwargs)
 

@@ -18,12 +18,14 @@ from tests.helpers.architectures import proven, tiny_config, tiny_model, with_he
 from tests.helpers.reference_flash import flash_attn_varlen_func, reference_flash
 from tests.helpers.reference_state import reference_state_kernels
 from tests.helpers.tiny import ADAPTERS, DTYPES, SEED, SHARING, lora
+from trl_paddingfree import capabilities
 from trl_paddingfree.core import upstream
 from trl_paddingfree.core.check.probe import LEAK_FRACTION, RowsAlone
 from trl_paddingfree.core.check.prove import UnprovenModelError, check_flat, prove
 from trl_paddingfree.core.flat.batch import FlatBatch
 from trl_paddingfree.core.model import attention, flat_model, forward
 from trl_paddingfree.core.model.flat_model import FlatModel
+from trl_paddingfree.core.model.mixers import Mixers
 from trl_paddingfree.core.model.routes import Route, choose_route
 
 SEGMENT, MASK = Route("segment", "sdpa", prefix_sharing=True), Route("mask", "sdpa", prefix_sharing=True)
@@ -63,7 +65,8 @@ def test_positions_alone_keep_sequences_apart_where_nothing_goes_wrong():
 
 
 def test_all_ones_mask_is_caught(monkeypatch):
-    monkeypatch.setattr(forward, "backbone_mask", lambda backend, context, *_: torch.ones_like(context.layout.seq_idx))
+    told = lambda model, backend, context: {"attention_mask": torch.ones_like(context.layout.seq_idx)}  # noqa: E731
+    monkeypatch.setattr(Mixers, "arguments", staticmethod(told))
     assert_leaks(check_flat(make(), POSITIONS))
 
 
@@ -176,9 +179,18 @@ def test_limits_that_were_narrowed_are_as_wide_as_before(model_type, name):
 
 
 def test_a_state_that_passes_on_is_caught(monkeypatch):
-    monkeypatch.setattr(flat_model, "install_state_layers", lambda model, along_tree: None)
-    monkeypatch.setattr(flat_model, "carries_state", lambda model: False)
+    monkeypatch.setattr(flat_model, "mixers_of", lambda model: Mixers())
     assert_leaks(check_flat(make("lfm2"), SEGMENT.without_sharing()))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "lfm2", "mamba2", "bamba", "rwkv"])
+def test_without_what_knows_their_layers_models_with_a_state_are_refused_by_name(monkeypatch, model_type):
+    is_there = capabilities.is_there
+    monkeypatch.setattr(capabilities, "is_there", lambda name: name != "recurrent" and is_there(name))
+    model = make(model_type, "eager")
+    with pytest.raises(UnprovenModelError, match=f"^{type(model).__name__} does not treat a flat batch") as refused:
+        prove(model, choose_route(model))
+    assert "It carries state from token to token, in layers that are not known here." in str(refused.value)
 
 
 def test_a_kernel_of_training_that_ignores_boundaries_is_caught(monkeypatch):

@@ -11,11 +11,11 @@ import torch
 from accelerate.utils import send_to_device
 from transformers import PreTrainedModel
 
-from ...recurrent.layers import carries_state, in_small_chunks, is_state_layer
 from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..model.architecture import classifies_rows
 from ..model.forward import is_pooled
+from ..model.mixers import mixers
 from ..model.restored import attributes_set, random_state_restored
 from .comparison import HALF_DIGITS_FACTOR, NOISE_FACTOR, root_mean_square
 
@@ -45,11 +45,8 @@ Variants = list[tuple[Rows, list[int]]]  # with the indices of the rows that sta
 @contextmanager
 def undisturbed(model: torch.nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients. Modes and the random state are restored afterwards."""
-    # Layers that carry state may have another kernel for training, which must be tried; they have no dropout
-    modes = (
-        (module, "training", upstream.spoilt_by_evaluation(module) or is_state_layer(module))
-        for module in model.modules()
-    )
+    known = mixers()
+    modes = ((x, "training", upstream.spoilt_by_evaluation(x) or known.trains(x)) for x in model.modules())
     with attributes_set(modes), random_state_restored(model), torch.no_grad():
         yield
 
@@ -199,8 +196,8 @@ class RowsAlone:
         Set the tolerances from the noise of `padded` answers to all rows, but to at least `units` of rounding, and from
         the effect of context: how much `moved` answers differ from `still` ones.
         """
-        if carries_state(self.model):  # recurrences in other chunks round differently
-            with in_small_chunks(self.model):
+        for otherwise in mixers().rounding(self.model):
+            with otherwise:
                 padded = [*padded, self.answers(self.rows)]
         noises = [self.difference(answers, self.alone) for answers in padded]
         # Padded float64 rows may give NaN (Gemma 2's softmax of masked scores in float32), which tells nothing of noise

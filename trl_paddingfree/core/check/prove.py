@@ -22,9 +22,10 @@ from functools import cache, partial
 import torch
 from transformers import PreTrainedModel
 
-from ...recurrent.layers import carries_state
 from .. import upstream
 from ..model.flat_model import FlatModel
+from ..model.masks import NOT_ATTENTION
+from ..model.mixers import mixers
 from ..model.routes import Route, routes_to_try
 from .comparison import Verdict, root_mean_square
 from .gradients import InTraining, RowsInTraining, check_gradients
@@ -181,14 +182,14 @@ def why_refused(model: PreTrainedModel, failed: list[CheckResult]) -> list[str]:
     if (group := FlatModel.group_of(model)) is not None:
         return [f"It was computed in slices: `sequence_parallel_size={group.size}`. Set that to 1."]
     config = vars(model.config.get_text_config())
-    is_stateful = upstream.is_stateful(model) or "linear_attention" in (config.get("layer_types") or ())
+    is_stateful = upstream.is_stateful(model) or not {*NOT_ATTENTION}.isdisjoint(config.get("layer_types") or ())
     takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
     # RoBERTa and similar models reserve a position for the padding token
     tables = [module for name, module in model.named_modules() if name.endswith("position_embeddings")]
     offset = max((x.padding_idx + 1 for x in tables if isinstance(x, torch.nn.Embedding) and x.padding_idx), default=0)
     obstacles = {
         "It carries state from token to token, in layers that are not known here.": is_stateful
-        and not carries_state(model),
+        and not mixers().found(model),
         "It takes no `position_ids`: it counts positions along the whole flat row.": not takes_positions,
         f"It counts positions from {offset} rather than from 0.": offset > 0,
         "`config.is_decoder=False`: its tokens see those that follow.": config.get("is_decoder") is False,

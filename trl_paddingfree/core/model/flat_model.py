@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...groups.sequence import SequenceGroup
-from ...recurrent.layers import carries_state, install_state_layers, repeats_prefixes
 from .. import upstream
 from ..flat.batch import FlatBatch, Inputs
 from ..flat.counts import BatchCounts
@@ -25,6 +24,7 @@ from .edits import edits, refuse_edits, refuse_unanswerable
 from .forward import flat_backbone, flat_forward, flat_inputs, is_pooled
 from .hooks import PassHook
 from .masks import ATTENTION_BACKENDS
+from .mixers import mixers_of
 from .restored import mark_of
 from .routes import Route
 
@@ -63,9 +63,9 @@ class FlatModel:
     def __init__(self, model: PreTrainedModel):
         self.model = model  # without the wrappers of PEFT, DDP, FSDP, DeepSpeed and `torch.compile`
         self.forwards: list[Callable] = []  # those that ours replaced; several if TRL added a head later
-        self.carries_state = carries_state(model)
+        self.mixers = mixers_of(model)  # knows the layers that mix tokens otherwise than by attention
         self.has_trained = False  # whether a flat batch was computed with gradients, see [`FlatModel.must_train`]
-        self.repeats = False  # whether any layer that carries state recomputes shared prefixes
+        self.repeats = False  # whether any of these computes shared prefixes again for each row
         self.edits = Arriving()  # whether rows were edited since they were flattened
         # Flattens calls of TRL's head that bring no `flat_batch`; if unset, they stay padded
         self.flatten: Flattener | None = None
@@ -100,8 +100,7 @@ class FlatModel:
         replaces_attention = route.backend in ATTENTION_BACKENDS
         attention = register_attention(route.previous, route.backend) if replaces_attention else route.previous
         upstream.set_attn_implementation(model, attention)
-        install_state_layers(model, along_tree=route.states == "tree")
-        flat.repeats = repeats_prefixes(model)
+        flat.repeats = flat.mixers.install(model, route.states)
         setattr(model, ATTRIBUTE, flat)
         if not flat._is_called:
             flat._bind()
@@ -115,7 +114,7 @@ class FlatModel:
         config, why = self.model.config.get_text_config(), "it has layers that hand a state on from token to token, and"
         if vars(config).get("layerdrop"):
             return "it leaves out layers at random (`layerdrop`), and other ones in each slice: set it to 0"
-        if not self.carries_state:
+        if not self.mixers.found(self.model):
             return ""
         if self.repeats:
             return f"{why} do not go along the tree"

@@ -18,12 +18,11 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 
-from ...recurrent.layers import state_arguments
 from ...slices.decoder import NOISE, in_slices
 from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from . import architecture
-from .masks import PassContext, backbone_mask, boundaries
+from .masks import PassContext, boundaries
 from .restored import Change, attributes_set
 
 if TYPE_CHECKING:
@@ -192,12 +191,7 @@ def layout_arguments(flat_model: "FlatModel", batch: FlatBatch) -> Iterator[Inpu
         context = PassContext(layout, (group.attend,), group)
     for hook in hooks:
         context = hook.context(context)
-    arguments: Inputs = {"use_cache": False}
-    if flat_model.carries_state:
-        arguments |= state_arguments(model, context)
-    if "attention_mask" not in arguments:
-        config = model.config.get_text_config()
-        arguments["attention_mask"] = backbone_mask(backend, context, config, model.dtype, flat_model.carries_state)
+    arguments: Inputs = {"use_cache": False, **flat_model.mixers.arguments(model, backend, context)}
 
     def give_boundaries(module, args, kwargs):
         return args, {**kwargs, **boundaries(layout)}

@@ -9,7 +9,7 @@ from typing import Literal, Protocol, get_args
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedModel
 
 from ..flat.batch import Inputs
 from ..flat.calls import AttentionCalls
@@ -24,7 +24,7 @@ BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 ATTENTION_BACKENDS: tuple[BackendName, ...] = ("flash", "varlen", "segment")
 # transformers' names in `layer_types`; hybrid layers have attention and a state
 _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-_STATE = ("linear_attention", "conv")
+NOT_ATTENTION = ("linear_attention", "conv")
 _HYBRID = {"hybrid": _FULL, "hybrid_sliding": _SLIDING}
 # Models whose image tokens attend to one another in both directions in sliding layers only
 _CAUSAL_IN_FULL = ("gemma4_text",)
@@ -216,35 +216,34 @@ def boundaries(layout: FlatLayout) -> Inputs:
     return dict(zip(BOUNDARIES, (layout.cu_seqlens_q, layout.cu_seqlens_k, *lengths, layout.seq_idx), strict=True))
 
 
-def backbone_mask(
-    backend: BackendName, context: PassContext, config: PreTrainedConfig, dtype: torch.dtype, carries_state: bool
-) -> Masks:
+def masks_by_kind(model: PreTrainedModel, backend: BackendName, context: PassContext) -> dict[str, Masks]:
     """
-    The attention mask of a backbone with the text configuration `config`: a [`FlatMask`], `(1, 1, T, T)` of `dtype`, a
-    dict of these by layer type, or `None`. Layers that carry state get the layout in a mask of their own.
+    The attention masks of a backbone by transformers' names of the kinds of layers: each is a [`FlatMask`], a dense
+    `(1, 1, T, T)` mask in the model's dtype, or `None`.
     """
-    kinds = set(config_value(config, "layer_types") or ()).difference(_STATE)
+    config = model.config.get_text_config()
+    kinds = set(config_value(config, "layer_types") or ()).difference(NOT_ATTENTION)
     if not kinds:
         kinds = {_FULL if config_value(config, "sliding_window") is None else _SLIDING}
     whole = FlatMask.carrying(context)
-
-    def mask_of(kind):
-        layout = context.layout
-        if backend == "positions":
-            return None
-        if kind == _CHUNKED:
-            layout = layout.chunked(config.attention_chunk_size)
-        elif kind == _FULL and config.model_type in _CAUSAL_IN_FULL:
-            layout = layout.without_blocks()
-        if backend not in ATTENTION_BACKENDS:
-            return dense_mask(layout, config.sliding_window if kind == _SLIDING else None, dtype)
-        # Attention functions get their window as an argument
-        return whole if layout is context.layout else FlatMask.carrying(replace(context, layout=layout))
-
     masks: dict[str, Masks] = {}
     for kind in sorted(kinds):
-        of_attention = _HYBRID.get(kind, kind)
-        masks |= dict.fromkeys((kind, of_attention), mask_of(of_attention))
-    if carries_state:
-        return {**dict.fromkeys(_STATE, FlatMask.carrying(context, per_token=True)), **masks}
-    return next(iter(masks.values())) if len(set(map(id, masks.values()))) == 1 else masks
+        of_attention, layout, mask = _HYBRID.get(kind, kind), context.layout, None
+        if backend != "positions":
+            if of_attention == _CHUNKED:
+                layout = layout.chunked(config.attention_chunk_size)
+            elif of_attention == _FULL and config.model_type in _CAUSAL_IN_FULL:
+                layout = layout.without_blocks()
+            if backend not in ATTENTION_BACKENDS:
+                mask = dense_mask(layout, config.sliding_window if of_attention == _SLIDING else None, model.dtype)
+            else:  # attention functions get their window as an argument
+                mask = whole if layout is context.layout else FlatMask.carrying(replace(context, layout=layout))
+        masks |= dict.fromkeys((kind, of_attention), mask)
+    return masks
+
+
+def attention_arguments(model: PreTrainedModel, backend: BackendName, context: PassContext) -> Inputs:
+    """The arguments of a backbone that carry the layout to its attention: one mask, or one for each kind of layer."""
+    masks = masks_by_kind(model, backend, context)
+    is_one = len(set(map(id, masks.values()))) == 1
+    return {"attention_mask": next(iter(masks.values())) if is_one else masks}

@@ -1,16 +1,15 @@
 """Routes: how a model computes flat batches, the reasons against each, and which to try."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ...recurrent.layers import can_go_along_tree, state_heads, state_layers
 from .. import upstream
 from . import architecture, attention
 from .masks import ATTENTION_BACKENDS, BACKENDS, BackendName
+from .mixers import Way, mixers
 
 logger = logging.get_logger(__name__)
 
@@ -40,7 +39,7 @@ class Route:
     backend: BackendName
     previous: str  # the attention implementation that the model was loaded with
     prefix_sharing: bool  # whether prefixes that rows share are computed once
-    states: Literal["tree", "rows"] = "rows"  # "tree": layers that carry state compute shared prefixes once, if able
+    states: Way = "rows"  # "tree": layers that carry state compute shared prefixes once, if able
 
     def __str__(self) -> str:
         states = ", states along the tree" if self.states == "tree" else ""
@@ -121,7 +120,7 @@ def choose_route(
             "of segments in place of once for all: the more the lengths of a batch differ, the slower."
         )
     shares = prefix_sharing and not why_not_to_share(chosen, previous)
-    return Route(chosen, previous, shares, "tree" if any(map(can_go_along_tree, state_layers(model))) else "rows")
+    return Route(chosen, previous, shares, mixers().way(model))
 
 
 def why_not_to_share(backend: BackendName, previous: str) -> str:
@@ -134,8 +133,7 @@ def why_not_to_share(backend: BackendName, previous: str) -> str:
 def refuse_unsliceable(model: PreTrainedModel, route: Route, size: int) -> None:
     """Reject, before anything is exchanged, a model that `size` processes cannot compute in slices by a route."""
     heads, reason = architecture.config_value(model.config.get_text_config(), "num_attention_heads"), ""
-    states = state_heads(model)
-    whole = sorted({type(layer).__name__ for layer in state_layers(model) if not can_go_along_tree(layer)})
+    whole, states = mixers().heads(model)
     if route.backend not in ATTENTION_BACKENDS:
         reason = f"its attention is computed by {route}, which does not take some heads of all tokens"
     elif whole:

@@ -15,7 +15,6 @@ from transformers.utils import logging
 from ...groups.sequence import SequenceGroup
 from ...images.check import MADE_UP, ImageProbe, prove_images
 from ...images.model import sees_both_ways
-from ...recurrent.layers import describe_state_layers
 from .. import upstream
 from ..check.again import prove_slices
 from ..check.progress import announced_after
@@ -23,6 +22,7 @@ from ..check.prove import CheckResult, UnprovenModelError, prove
 from ..check.training import OthersWaitError, raise_if_weights_are_awaited
 from ..model.flat_model import ATTRIBUTE, FlatModel
 from ..model.forward import is_pooled
+from ..model.mixers import mixers
 from ..model.routes import Route, choose_route, refuse_unsliceable, why_not_to_share
 from .configs import PaddingFreeOptions
 from .engine import base_of, zero_stage
@@ -130,7 +130,7 @@ class StartUpCheck:
         tried = "" if images is None or not images.names else f", with {images.kind} images"
         self._say(f"Padding-free, {results[0].route}: {verdict}{tried} (checked in {seconds:.1f} s).")
         logger.info(f"The start-up check: {results[0]}.")
-        if description := describe_state_layers(self._base(models[0])):
+        if description := mixers().describe(self._base(models[0])):
             self._say(description)
         return results[0].route
 
