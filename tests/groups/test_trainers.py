@@ -402,7 +402,7 @@ def test_a_halo_brings_each_slice_what_its_convolution_reaches(size, draw):
     found = []
     for number in range(size):
         own = states[list(span_of(total, number, size))]
-        mask = FlatMask.carrying(PassContext(whole, carry=Given(states, number, size)), per_token=True)
+        mask = FlatMask.carrying(PassContext(whole, others=Given(states, number, size)), per_token=True)
         assert mask.shape == (1, len(own))
         found.append(convolved(mask, own)[: slice_sizes(total, size)[number]])
     rows = [states[whole.segments.path(i)] for i in range(len(whole.segments.lengths))]
