@@ -1,13 +1,21 @@
 """The structure of the package: who imports whom, no circles, and what a plain step enters."""
 
 import ast
+import inspect
 import sys
 from pathlib import Path
+
+import pytest
 
 import trl_paddingfree
 from tests.helpers.flat_and_padded import flat_model
 from tests.helpers.tiny import DATA, make_model
 from tests.runs import make_trainer
+from trl_paddingfree.capabilities import classes_of
+from trl_paddingfree.core.trainers.collated import Collated
+from trl_paddingfree.core.trainers.composed import CollatedTrainer
+from trl_paddingfree.online.base import Online
+from trl_paddingfree.online.composed import OnlineTrainer
 from trl_paddingfree.registry import TRAINERS
 
 PACKAGE = Path(trl_paddingfree.__file__).parent  # it may be installed elsewhere
@@ -37,14 +45,12 @@ TO_CUT = {
     "core/model": {"groups", "slices"},
     "core/check": {"slices"},
     "core/trainers": {
-        "arranging", "budgets", "compiled", "data_checks", "groups", "images", "resuming",
+        "arranging", "budgets", "compiled", "data_checks", "groups", "resuming",
     },
     "anywhere": {"compiled"},
     "budgets": {"groups", "slices"},
-    "groups": {"images"},
-    "heads": {"data_checks", "images"},
-    "images": {"data_checks"},
-    "online": {"budgets", "images"},
+    "heads": {"data_checks"},
+    "online": {"budgets"},
     "slices": {"groups"},
 }  # fmt: skip
 DOORS = ("__init__", "__main__", "capabilities", "cli", "registry")
@@ -52,8 +58,8 @@ DOORS = ("__init__", "__main__", "capabilities", "cli", "registry")
 SHARED = {"coupling", "spans"}
 IN_CIRCLES = 5  # files that import each other by any way, imports for annotations counted
 ATTRIBUTES_OF_FLAT_MODEL = 14
-CLASSES_ABOVE_A_TRAINER = 2  # between it and TRL's
-FUNCTIONS_OF_A_STEP = 50  # that a plain DPO step of two layers enters
+CLASSES_ABOVE_A_TRAINER = 3  # between it and TRL's, but for those of capabilities
+FUNCTIONS_OF_A_STEP, FILES_OF_A_STEP = 50, 14  # that a plain DPO step of two layers enters, all in the core
 
 
 def runs(node: ast.AST):
@@ -124,9 +130,24 @@ def test_a_flat_model_holds_little():
 
 
 def test_few_classes_stand_between_a_trainer_and_trls():
+    added = {cls for name in ("Collated", "Online") for each in classes_of("trainers", name) for cls in each.__mro__}
+    own = {cls for base in (Collated, Online) for cls in base.__mro__}
     for trainer in TRAINERS.values():
-        ours = [each for each in trainer.__mro__[1:] if each.__module__.startswith(PACKAGE.name)]
+        ours = [x for x in trainer.__mro__[1:] if x.__module__.startswith(PACKAGE.name) and x not in added - own]
         assert len(ours) <= CLASSES_ABOVE_A_TRAINER, trainer
+
+
+@pytest.mark.parametrize("trainer", [CollatedTrainer, OnlineTrainer])
+def test_type_checkers_see_the_bases_that_capabilities_give_a_trainer(trainer):
+    file, names, found = Path(inspect.getfile(trainer)), {}, []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            folder = str(file.parents[node.level - 1].relative_to(PACKAGE.parent)).replace("/", ".")
+            names |= {alias.asname or alias.name: f"{folder}.{node.module}.{alias.name}" for alias in node.names}
+        if isinstance(node, ast.ClassDef):
+            found.append([names.get(ast.unparse(base)) for base in node.bases])
+    static, _ = found
+    assert static == [f"{base.__module__}.{base.__name__}" for base in trainer.__bases__]
 
 
 def calls_of_a_step(task: str, **options) -> list[tuple[str, str]]:
@@ -156,4 +177,7 @@ def calls_of_a_step(task: str, **options) -> list[tuple[str, str]]:
 
 def test_a_plain_step_enters_few_functions():
     called = calls_of_a_step("dpo", gradient_checkpointing=True)
+    files = {file for _, file in called}
     assert len({*called}) <= FUNCTIONS_OF_A_STEP, called
+    assert len(files) <= FILES_OF_A_STEP, files
+    assert {file for file in files if not file.startswith("core/")} == set()

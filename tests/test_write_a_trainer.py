@@ -13,7 +13,7 @@ from tests.helpers.tiny import SEED, SHARING, arguments, make_model, preference_
 from tests.runs import assert_same, compare, make_trainer, run
 from trl_paddingfree.cli.savings import measure
 from trl_paddingfree.core.data.lengths import example_tokens, truncated
-from trl_paddingfree.core.trainers.collated import CollatedTrainer
+from trl_paddingfree.core.trainers.composed import CollatedTrainer
 
 pytestmark = pytest.mark.usefixtures("checkout_stays")
 

@@ -19,9 +19,9 @@ _MODULES = {
     "core.flat.counts": ("BatchCounts",),
     "core.flat.segments": ("Segments",),
     "core.model.flat_model": ("FlatModel",),
-    "core.trainers.collated": ("CollatedTrainer",),
+    "core.trainers.composed": ("CollatedTrainer",),
     "core.trainers.configs": ("PaddingFreeOptions",),
-    "online.base": ("OnlineTrainer",),
+    "online.composed": ("OnlineTrainer",),
     "core.trainers.runtime": ("when_flat",),
 }
 _COLLATORS = ("Flat", "LanguageModeling", "Preference", "Reward", "UnpairedPreference")
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from .core.flat.counts import BatchCounts
     from .core.flat.segments import Segments
     from .core.model.flat_model import FlatModel
-    from .core.trainers.collated import CollatedTrainer
+    from .core.trainers.composed import CollatedTrainer
     from .core.trainers.configs import (
         PaddingFreeDistillationConfig,
         PaddingFreeDPOConfig,
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from .core.trainers.sft import PaddingFreeSFTTrainer
     from .heads.kto import PaddingFreeKTOTrainer
     from .heads.reward import PaddingFreeRewardTrainer
-    from .online.base import OnlineTrainer
+    from .online.composed import OnlineTrainer
     from .online.distillation import PaddingFreeDistillationTrainer
     from .online.grpo import PaddingFreeGRPOTrainer
     from .online.rloo import PaddingFreeRLOOTrainer

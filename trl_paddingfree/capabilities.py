@@ -1,11 +1,15 @@
 """What the package can do beside its core: each capability is one folder, named by nothing else but `cli/`.
 
-A folder may be deleted: what it adds is gone then, and everything else works.
+A folder may be deleted: what it adds is gone then, and everything else works. What it adds to the trainers lies in its
+`trainers.py`: `Collated` and `Online`, which are mixed in before the two bases of the trainers.
 """
 
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
+
+# Those that add to the trainers: what the first adds goes around what the others add
+ORDER = ("images",)
 
 
 def is_there(capability: str) -> bool:
@@ -29,3 +33,9 @@ def needed(capability: str, module: str, by: str) -> Any:
     if not is_there(capability):
         raise ImportError(f"{by} needs the folder `{capability}` of {__package__}, and this copy is without it.")
     return import_module(f"{__package__}.{capability}.{module}")
+
+
+def classes_of(module: str, name: str) -> list[type]:
+    """The classes called `name` in the `module` of each capability that is there, outermost first."""
+    modules = [module_of(capability, module) for capability in ORDER]
+    return [vars(each)[name] for each in modules if each is not None and name in vars(each)]

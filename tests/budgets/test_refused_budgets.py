@@ -118,6 +118,6 @@ def test_images_are_found_behind_many_examples_without_them():
     without = data.filter(lambda row: not row["images"])
     # More than are searched of a stream
     data = concatenate_datasets([without] * (257 // len(without) + 1) + [data])
-    assert {"first", "text"} <= set(with_images("llava", "dpo", data).flat.check.images.names)
+    assert {"first", "text"} <= set(with_images("llava", "dpo", data).tried_images.names)
     with pytest.raises(ValueError, match="The first examples of the train data have no images"):
         with_images("llava", "dpo", data.to_iterable_dataset(), memory_budget=None)

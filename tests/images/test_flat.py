@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.helpers.tiny import SEED, SHARING
-from trl_paddingfree.core.flat.batch import IGNORE_INDEX, FlatBatch
+from trl_paddingfree.core.flat.batch import IGNORE_INDEX
 from trl_paddingfree.core.model.masks import dense_mask, masks_of_calls
 from trl_paddingfree.images.cuts import equal_images
-from trl_paddingfree.images.rows import RowImages, VisionRules
+from trl_paddingfree.images.rows import FlatImages, RowImages, VisionRules
 
 IMAGE = 99
 
@@ -18,8 +18,15 @@ IMAGE = 99
 def flat(rows, sources, sharing=True, has_blocks=False):
     """A flat batch of rows that score all tokens but their first."""
     labels = [[IGNORE_INDEX, *row[1:]] for row in rows]
-    images = RowImages(VisionRules(IMAGE, has_blocks), sources)
-    return FlatBatch.from_rows(rows, labels, prefix_sharing=sharing, images=images)
+    return flatten(RowImages(VisionRules(IMAGE, has_blocks), sources), rows, labels, prefix_sharing=sharing)
+
+
+def flatten(images, rows, labels, **options):
+    """The flat batch of rows with these images."""
+    width = max(map(len, rows))
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    ids, targets = (torch.tensor([[*row, *[0] * (width - len(row))] for row in x]) for x in (rows, labels))
+    return images.flatten(ids, mask, targets, **options)
 
 
 def random_rows(seed):
@@ -41,12 +48,12 @@ def test_every_row_gets_its_own_features_in_order(prefix_sharing):
         batch = pickle.loads(pickle.dumps(flat(rows, sources, prefix_sharing)))
         assert batch.to_rows() == rows
         # What the model does: write the next feature at each placeholder of the flat row
-        index = batch.images.feature_index
-        index = torch.arange(batch.images.num_features) if index is None else index
+        index = FlatImages.of(batch).feature_index
+        index = torch.arange(FlatImages.of(batch).num_features) if index is None else index
         written = torch.full((batch.input_ids.size(1),), -1)
         written[batch.input_ids[0] == IMAGE] = index
         firsts = np.cumsum([0, *(rows[source].count(IMAGE) for source in range(4))])
-        assert batch.images.num_features == firsts[-1]
+        assert FlatImages.of(batch).num_features == firsts[-1]
         for row, source, places in zip(rows, sources, batch.row_index, strict=True):
             got = [int(x) for x in written[places[: len(row)]] if x >= 0]
             assert got == [int(firsts[source]) + k for k in range(row.count(IMAGE))]
@@ -58,7 +65,20 @@ def test_rows_share_equal_images_and_no_others():
     assert flat(rows, [0, 1]).counts.computed == 10
     assert flat(rows, [0, 1]).counts.distinct == 9
     # Without sharing, and with images in row order, features need no index
-    assert flat(rows, [0, 1], sharing=False).images.feature_index is None
+    assert FlatImages.of(flat(rows, [0, 1], sharing=False)).feature_index is None
+
+
+def test_images_of_many_tokens_are_scored_like_text():
+    """No placeholder's label is taken for -100, with features beyond the hundredth."""
+    rows = [[1, *[IMAGE] * 150, 2, token] for token in (3, 4)]
+    for sources, computed in (([0, 0], 155), ([0, 1], 306)):
+        batch = flat(rows, sources)
+        assert batch.counts.computed == computed
+        assert batch.to_rows() == rows
+        for row, path in zip(rows, batch.row_index, strict=True):
+            labels = torch.full_like(batch.input_ids[0], IGNORE_INDEX)
+            labels[batch.scored_index] = batch.shift_labels[0]
+            assert labels[path[:-1]].tolist() == row[1:]
 
 
 def test_rows_of_one_source_that_were_cut_apart_are_refused_in_words_that_trl_knows():
@@ -71,7 +91,7 @@ def test_grids_are_given_for_each_row():
     grids = torch.tensor([[1, 2, 2], [1, 2, 6], [1, 4, 2]])
     rows = [[1, IMAGE, *[IMAGE] * 3], [IMAGE, IMAGE, 7], [2, *[IMAGE] * 4], [3]]
     images = RowImages(VisionRules(IMAGE, patches=4), [0, 1, 0, 2], grids)
-    found = FlatBatch.from_rows(rows, rows, images=images, width=8).images.grids
+    found = FlatImages.of(flatten(images, rows, rows)).grids
     assert found["image_grid_thw"].tolist() == grids[[0, 1, 2, 0, 1]].tolist()
     assert [
         row[mask > 0].tolist() for row, mask in zip(found["input_ids"], found["attention_mask"], strict=True)
@@ -79,7 +99,7 @@ def test_grids_are_given_for_each_row():
     assert found["mm_token_type_ids"][0].tolist() == [0, 1, 1, 1, 1]
     cut, images = [rows[1], rows[0][:4]], RowImages(images.rules, [0, 1], grids[:2])
     with pytest.raises(ValueError, match="Image features and image tokens do not match, tokens: 5, images end"):
-        FlatBatch.from_rows(cut, cut, images=images)
+        flatten(images, cut, cut)
 
 
 @pytest.mark.parametrize("limit", [3, 4])
@@ -88,10 +108,10 @@ def test_blocks_that_a_window_does_not_cut_are_refused_beyond_it(limit):
     rows, rules = [[5, *[IMAGE] * 4, 5, IMAGE, IMAGE]], VisionRules(IMAGE, has_blocks=True, longest_block=limit)
     images = RowImages(rules, [0])
     if limit == 4:
-        assert FlatBatch.from_rows(rows, rows, images=images).layout.blocks.tolist() == [-1, 1, 1, 1, 1, -1, 6, 6]
+        assert flatten(images, rows, rows).layout.blocks.tolist() == [-1, 1, 1, 1, 1, -1, 6, 6]
     else:
         with pytest.raises(ValueError, match="An image has 4 tokens, and in layers with `sliding_window=3`"):
-            FlatBatch.from_rows(rows, rows, images=images)
+            flatten(images, rows, rows)
 
 
 # --- which rows have equal images -----------------------------------------------------------------------------------

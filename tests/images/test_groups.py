@@ -108,7 +108,7 @@ def test_images_that_stand_in_messages_follow_padded_trl(tmp_path):
         parts = [{"type": "image", "image": str(tmp_path / f"{i}.png")}, {"type": "text", "text": "w1"}]
         rows.append({"prompt": [{"role": "user", "content": parts}]})
     trained = compare("grpo", partial(on_images, "gemma3", "grpo"), Dataset.from_list(rows), "shared").ours
-    assert trained.trainer.flat.check.images.kind == "the data's"
+    assert trained.trainer.tried_images.kind == "the data's"
 
 
 def test_batches_without_images_and_streams_follow_padded_trl():
@@ -318,14 +318,14 @@ def test_tools_beside_text_train_where_made_up_images_cannot_be_tried(fault, mon
     """By a model that cannot take images from a flat row, or with a template that drops them."""
     text = Dataset.from_list([{"prompt": [{"role": "user", "content": f"w{i}"}]} for i in range(8)])
     if fault == "model":
-        monkeypatch.setattr("trl_paddingfree.online.base.why_no_images", lambda model: "so it is")
+        monkeypatch.setattr("trl_paddingfree.images.trainers.why_no_images", lambda model: "so it is")
     with any_template_may_call_tools():
         arguments = {**on_images("llava", "grpo"), "tools": [look]}
         if fault == "template":
             processor = arguments["processing_class"]
             processor.chat_template = processor.chat_template.replace(IMAGE, "")
         trainer = make_trainer("grpo", "shared", **arguments, train_dataset=text)
-    assert trainer.flat.check.images is None
+    assert trainer.tried_images is None
     assert ("Made-up images cannot be tried" in caplog.text) == (fault == "template")
     with pytest.raises(ValueError, match="The rows come with `pixel_values`, and the start-up check has tried no im"):
         trainer._get_per_token_logps_and_entropies(trainer.model, None, None, 2, pixel_values=torch.zeros(1))

@@ -34,9 +34,16 @@ from trl_paddingfree.core.model.edits import EditedRowsError
 from trl_paddingfree.core.trainers import collated
 from trl_paddingfree.images import check as check_vision
 from trl_paddingfree.images.check import check_images
-from trl_paddingfree.images.collate import CollatedImageRows, VisionPreferenceCollator, example_cuts, of_images
+from trl_paddingfree.images.collate import (
+    CollatedImageRows,
+    VisionPreferenceCollator,
+    example_cuts,
+    of_images,
+    vision_collator,
+)
 from trl_paddingfree.images.examples import first_with_images, images_of, inverted
 from trl_paddingfree.images.model import rules_of_all, vision_rules, why_no_images
+from trl_paddingfree.images.rows import FlatImages
 from trl_paddingfree.registry import TRAINERS
 
 # bfloat16 keeps 8 bits of each figure; losses are means over many tokens, so that a part of the rounding cancels
@@ -82,7 +89,7 @@ def test_parts_with_images_come_last_and_not_beside_others_under_fsdp(engine, mo
     trainer = make_trainer("dpo", "shared", **on_vision_data("dpo"), **options)
     inputs = next(iter(trainer.get_train_dataloader()))
     if engine is None:
-        has_images = [part.inputs["flat_batch"].images is not None for part in trainer.parts_of(inputs, False)]
+        has_images = [FlatImages.of(part.inputs["flat_batch"]) is not None for part in trainer.parts_of(inputs, False)]
         assert has_images == sorted(has_images)
         assert len(set(has_images)) == 2
         return
@@ -248,7 +255,7 @@ def test_a_batch_is_pinned_with_all_that_it_knows_of_its_images(monkeypatch):
     batch = collator([*vision_pairs(6, SEED)])
     rows = tensors_of({name: value for name, value in batch.items() if name != "flat_batch"})
     found = pin_memory(batch)
-    assert batch["flat_batch"].images is not None
+    assert FlatImages.of(batch["flat_batch"]) is not None
     assert len(pinned) == len(rows)  # the flat batch is one buffer of its own
     assert {id(tensor) for tensor in pinned} <= {id(tensor) for tensor in tensors_of(found)}
     flat, expected = (tensors_of(each["flat_batch"]) for each in (found, batch))
@@ -360,7 +367,7 @@ def test_images_as_arrays_are_inverted_within_their_own_range():
 def test_another_collator_is_refused_and_the_page_says_where_ours_is():
     page = (ROOT / "docs" / "vision.md").read_text()
     for task in ("sft", "dpo", "kto"):
-        collator = TRAINERS[task].task.vision_collator
+        collator = vision_collator(TRAINERS[task].task)
         assert f"`{collator.__name__}`" in page
         assert f"`{collator.__module__}`" in page
     with pytest.raises(ValueError, match=f"pass a `{VisionPreferenceCollator.__module__}.VisionPreferenceCollator`"):

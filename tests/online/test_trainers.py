@@ -18,7 +18,7 @@ from trl_paddingfree import PaddingFreeGRPOTrainer
 from trl_paddingfree.core.model import flat_model
 from trl_paddingfree.core.model.attention import StandIn
 from trl_paddingfree.core.trainers.runtime import Runtime
-from trl_paddingfree.online.base import OnlineTrainer
+from trl_paddingfree.online.composed import OnlineTrainer
 
 # What TRL averages over micro-batches
 MOVED = (*PER_MICRO_BATCH, "clip_ratio", "sampling/")

@@ -122,7 +122,7 @@ class PaddedCalls(PaddedRows):
             return None
         own = self.flat_model.begin_pass(batch)
         with self.aside(), self._computing(batch), flat_backbone(self.flat_model, own, None, calls_decoder=True):
-            outputs = forward(**_without_rows(inputs), **flat_inputs(self.flat_model, own))
+            outputs = forward(**flat_inputs(self.flat_model, own, _without_rows(inputs)))
         self.has_logits_alone = isinstance(outputs, ModelOutput) and {*outputs} - _STATES == {"logits"}
         return type(outputs)(logits=batch.tokens_to_rows(outputs.logits)) if self.has_logits_alone else None
 
@@ -140,7 +140,7 @@ class PaddedCalls(PaddedRows):
                 return self._watched(forward(*args, **kwargs), padding, is_flat=False)
             own = self.flat_model.begin_pass(batch)
             with self._computing(batch), layout_arguments(self.flat_model, own) as arguments:
-                outputs = forward(**{**_without_rows(inputs), **flat_inputs(self.flat_model, batch), **arguments})
+                outputs = forward(**flat_inputs(self.flat_model, batch, _without_rows(inputs)) | arguments)
         if isinstance(outputs, tuple):  # asked for by `return_dict=False`
             outputs = self._in_rows(batch, "tuple", outputs)
         else:

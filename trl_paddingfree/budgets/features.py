@@ -29,7 +29,7 @@ def memory_features(batch: FlatBatch, route: Route, scored: int | None = None) -
     features = slice_features(batch.layout.segments, (0, tokens), route)[0]
     if route.backend not in ATTENTION_BACKENDS:
         features[[KEYS, PAIRS]] = tokens, tokens**2
-    features[PIXELS] = 0 if batch.images is None else batch.images.num_pixels
+    features[PIXELS] = sum(hook.numbers for hook in batch.hooks)
     features[SCORED] = len(batch.scored) if scored is None else scored
     return features
 

@@ -37,15 +37,7 @@ def make_planner(trainer: Any) -> MemoryPlanner:
     )
     if option is None:
         return planner
-    images = []  # arguments of calls with different numbers of them
-    if (probe := flat.check.images) is not None:
-        if not probe.names:
-            raise ValueError(
-                f"`memory_budget={option}`: no example of the train data has an image in its column, so what the "
-                "vision tower keeps is not known. Remove the column, or leave `memory_budget` out."
-            )
-        kinds = (["first"], ["second"], ["first", "second"])  # of different images: each alone, and both
-        images = [probe.batch(x, flat_model.route.prefix_sharing) for x in kinds if probe.examples.keys() >= {*x}]
+    images = trainer.batches_beside_text()  # arguments of calls with different numbers of them
     base = flat_model.model
     devices = {p.device for model in models for p in model.parameters() if p.device.type == accelerator.device.type}
     if len(devices) > 1:

@@ -74,10 +74,9 @@ def inspect(args: argparse.Namespace) -> int:
     from rich.console import Console
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
+    from ..core.data.lengths import has_images
     from ..core.data.task import task_of
     from ..core.trainers.configs import silence
-    from ..images.examples import has_images
-    from ..images.savings import image_counts
     from ..registry import TASKS
     from .load import load_rows
     from .quickstart.charts import drawn, plot_waste
@@ -97,6 +96,7 @@ def inspect(args: argparse.Namespace) -> int:
     if args.one_sample_per_turn:
         dataset = split_turns(dataset, args.seed)
     with_images = has_images(dataset)
+    images = needed("images", "savings", "data with images") if with_images else None
     if with_images and args.model is not None:
         raise ValueError(
             f"`--model {args.model}` predicts the memory of text only, and the data has images: leave `--model` out."
@@ -104,7 +104,8 @@ def inspect(args: argparse.Namespace) -> int:
     with loading(args.tokenizer):
         tokenizer = (AutoProcessor if with_images else AutoTokenizer).from_pretrained(args.tokenizer)
         config = AutoConfig.from_pretrained(args.tokenizer) if with_images else None
-    if config is not None and getattr(config, "image_token_id", None) is None:
+    token_id = getattr(config, "image_token_id", None)  # not all configurations have it
+    if with_images and token_id is None:
         raise ValueError(
             f"The data has images, and {args.tokenizer!r} is not a model that reads them as tokens. Name one that does "
             "in `--tokenizer`, or remove the column of images."
@@ -112,7 +113,11 @@ def inspect(args: argparse.Namespace) -> int:
     report = measure(
         dataset,
         tokenizer,
-        task_of(["messages"] if args.one_sample_per_turn else dataset.column_names, TASKS),
+        task_of(
+            ["messages"] if args.one_sample_per_turn else dataset.column_names,
+            TASKS,
+            () if images is None else [*filter(images.vision_collator, TASKS)],
+        ),
         [args.batch_size * factor for factor in (1, 2, 4, 8)],
         max_length=args.max_length or None,
         truncation_mode=args.truncation_mode,
@@ -121,7 +126,7 @@ def inspect(args: argparse.Namespace) -> int:
         in_order=args.one_sample_per_turn,
         num_generations=args.num_generations,
         max_completion_length=args.max_completion_length,
-        count_images=None if config is None else partial(image_counts, config.image_token_id),
+        count_images=None if images is None else partial(images.image_counts, token_id),
     )
     figures = report.as_dict()
     if args.model is not None:

@@ -12,7 +12,7 @@ from pyarrow import types
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..core.data.lengths import AnyDataset, Example, has_known_lengths, tables_of, token_lengths
+from ..core.data.lengths import AnyDataset, Example, column_names, has_known_lengths, tables_of, token_lengths
 from ..core.data.task import RAW_COLUMNS, Task
 from ..core.flat.batch import IGNORE_INDEX
 
@@ -27,11 +27,6 @@ def did_you_mean(word: str, known: Iterable[str], name: str = "{}", cutoff: floa
     """A question that offers the known word closest to `word`, formatted by `name`; empty if none is close."""
     close = get_close_matches(word.lower(), known, n=1, cutoff=cutoff)
     return f" Did you mean `{name.format(close[0])}`?" if close else ""
-
-
-def column_names(dataset: AnyDataset) -> list[str]:
-    """The columns of a data set. Those of a stream may have to be read from its first example."""
-    return dataset.column_names or list(next(iter(dataset), {}))
 
 
 def refuse_unread(dataset: AnyDataset, name: str, task: str, *formats: Sequence[str]) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 from accelerate.utils import recursively_apply
 from torch.distributed.device_mesh import init_device_mesh
 
+from ..core.data.lengths import has_images
 from ..core.model.restored import attributes_set
 from ..core.trainers.configs import Arguments
-from ..images.examples import has_images
 from .sequence import SequenceGroup
 
 

@@ -5,13 +5,13 @@ from trl import KTOConfig, KTOTrainer
 
 from ..core import upstream
 from ..core.data.collate import UnpairedPreferenceCollator
+from ..core.data.lengths import column_names
 from ..core.data.task import Task
 from ..core.flat.batch import Inputs
-from ..core.trainers.collated import CollatedTrainer
+from ..core.trainers.composed import CollatedTrainer
 from ..core.trainers.configs import PaddingFreeKTOConfig
 from ..core.trainers.runtime import when_flat
-from ..data_checks.validate import column_names, log_dropped, refuse_unread
-from ..images.collate import VisionUnpairedCollator
+from ..data_checks.validate import log_dropped, refuse_unread
 
 KTO = Task(
     name="kto",
@@ -22,7 +22,6 @@ KTO = Task(
     reads=("completion", "label", "chosen", "rejected", "ref_logps"),
     collator=UnpairedPreferenceCollator,
     prepare=upstream.preparation(KTOTrainer, KTOConfig, calculate_KL=False),
-    vision_collator=VisionUnpairedCollator,
 )
 
 

@@ -6,13 +6,13 @@ from trl import RewardConfig, RewardTrainer
 
 from ..core import upstream
 from ..core.data.collate import RewardCollator
-from ..core.data.lengths import pair_lengths
+from ..core.data.lengths import column_names, pair_lengths
 from ..core.data.task import Task
 from ..core.flat.batch import Inputs
-from ..core.trainers.collated import CollatedTrainer
+from ..core.trainers.composed import CollatedTrainer
 from ..core.trainers.configs import Arguments, PaddingFreeRewardConfig
 from ..core.trainers.runtime import when_flat
-from ..data_checks.validate import check_preferences, column_names, log_dropped, refuse_unread
+from ..data_checks.validate import check_preferences, log_dropped, refuse_unread
 
 REWARD = Task(
     name="reward",

@@ -5,7 +5,8 @@ The figures are those of [`~trl_paddingfree.core.check.prove`]. Here, `leak` is 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -17,12 +18,14 @@ from transformers import PreTrainedModel
 from ..core.check.comparison import NOISE_FACTOR
 from ..core.check.probe import Answers, Call, Rows, RowsAlone, Variants, largest_difference, undisturbed
 from ..core.check.prove import Agree, CheckResult, UnprovenModelError, check_flat
-from ..core.check.training import moved_off_zero
+from ..core.check.training import OthersWaitError, moved_off_zero
 from ..core.data.lengths import Example
 from ..core.flat.batch import IGNORE_INDEX, Inputs
 from ..core.model.routes import Route
+from ..core.trainers.proving import Models, StartUpCheck, sharing_together
 from .collate import FlatVisionCollator
 from .examples import images_of, inverted, with_each
+from .model import sees_both_ways
 
 # How many examples are searched for images
 _EXAMPLES_SEARCHED = 256
@@ -150,3 +153,61 @@ def prove_images(
         f"padding would be wrong. Tried, on the first examples of the data:\n    {tried}\n"
         "Set `padding_free=False` to train it with padding."
     )
+
+
+class ImageProof:
+    """The [`~trl_paddingfree.core.trainers.proving.Proof`] of a trainer's images, on the examples of a `probe`."""
+
+    def __init__(self, probe: ImageProbe):
+        self.probe: ImageProbe | None = probe  # `None` once made-up images could not be tried
+        self.said = f"with {probe.kind} images" if probe.names else ""
+
+    def prove(self, check: StartUpCheck, models: Models, results: list[CheckResult]) -> list[CheckResult]:
+        """Check images, and update the `results` on text: either all models share prefixes or none does."""
+        trained, images = check.base_of(models[0]), self.probe
+        name = type(trained).__name__
+        if images is None:
+            return results
+        if not images.names:
+            check.say("No example has an image in its column: nothing was there to try the model's images on.")
+            return results
+        if results[0].route.backend in ("flash", "positions") and sees_both_ways(trained):
+            check.say(
+                f"`attn_implementation={results[0].route.previous!r}` lets image tokens of {name} see only what "
+                "precedes them, with padding and without. The model was made to let them see their whole image: load "
+                "it with 'sdpa'."
+            )
+
+        def prove_one(model, route):
+            try:
+                with check.in_precision():
+                    return prove_images(check.base_of(model), route, images, call=model, agree=check.all_agree)
+            except ValueError as error:
+                limit = vars(check.args).get("max_length")  # trainers that generate have none
+                if limit is None or "Image features and image tokens do not match" not in str(error):
+                    raise
+                cut = f"If `max_length={limit}` cuts an image, raise it or set it to `None`."
+                raise ValueError(f"{error}. {cut}") from error
+
+        is_made_up = images.kind == MADE_UP
+        try:
+            with check.failing_together(models) if is_made_up else nullcontext():
+                with_images = sharing_together(prove_one, models, [result.route for result in results])
+        except OthersWaitError:
+            raise
+        except Exception as error:  # made-up images stand in for some that may never come: text still trains
+            if not is_made_up:
+                raise
+            self.probe, self.said = None, ""
+            check.say(f"Made-up images cannot be tried ({error}): text trains, and images that come are refused.")
+            return results
+        if results[0].prefix_sharing > with_images[0].prefix_sharing:
+            check.say(f"{name} trains without shared prefixes: with the images of this data, they are inexact.")
+        # Gradients are compared on text: once more if images have changed the route
+        gradients = [
+            (text if text.route == image.route else check.prove_one(model, image.route)).gradients
+            for model, text, image in zip(models, results, with_images, strict=True)
+        ]
+        if (first := gradients[0]) is not None and not first.skipped:
+            gradients[0] = replace(first, notes=(*first.notes, "gradients were compared on text, not with images"))
+        return [replace(image, gradients=of_text) for image, of_text in zip(with_images, gradients, strict=True)]

@@ -10,10 +10,17 @@ from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 from trl.trainer.kto_trainer import DataCollatorForVisionUnpairedPreference
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from ..core.data.collate import FlatCollator, FlatMismatchedCollator
+from ..core.data.collate import (
+    FlatCollator,
+    FlatMismatchedCollator,
+    LanguageModelingCollator,
+    PreferenceCollator,
+    UnpairedPreferenceCollator,
+)
 from ..core.data.lengths import Example
-from ..core.data.rows import CollatedRows
-from ..core.flat.batch import Inputs
+from ..core.data.rows import CollatedRows, Make, PromptGroups
+from ..core.data.task import Task
+from ..core.flat.batch import FlatBatch, Inputs
 from ..core.model.architecture import TYPE_ROWS
 from ..core.model.edits import EditedRowsError
 from .cuts import IMAGE_ARGUMENTS, Cuts, entries_of, equal_images, numbered, row_cuts
@@ -123,6 +130,20 @@ class VisionUnpairedCollator(FlatMismatchedCollator, FlatVisionCollator, DataCol
     """TRL's collator of desirable and undesirable completions with images."""
 
 
+# By the collator of a task's text, that of its data with images
+_WITH_IMAGES: dict[type, type[FlatVisionCollator]] = {
+    PreferenceCollator: VisionPreferenceCollator,
+    LanguageModelingCollator: VisionLanguageModelingCollator,
+    UnpairedPreferenceCollator: VisionUnpairedCollator,
+    PromptGroups: VisionLanguageModelingCollator,
+}
+
+
+def vision_collator(task: Task) -> Any:
+    """The class of a task's collator for data with images; `None` if the task takes none."""
+    return task.vision_collator or _WITH_IMAGES.get(task.collator)
+
+
 @dataclass(frozen=True)
 class CollatedImageRows(CollatedRows):
     """The rows of a batch with images, and what belongs to the images. Equal images appear once."""
@@ -152,7 +173,8 @@ class CollatedImageRows(CollatedRows):
         return CollatedImageRows(rows, len(chosen), chosen, range(len(chosen)), names=self.names)
 
     def with_flat(self, collator: Any) -> Inputs:
-        rows, rules, images = self.rows, collator.rules, None
+        rows, rules = self.rows, collator.rules
+        make: Make = FlatBatch.from_padded
         if rows.get("pixel_values") is not None or (rows["input_ids"] == rules.token_id).any():
             pixels = rows.get("pixel_values", ())
             if rules.patches and len(pixels) and not {"image_grid_thw", "mm_token_type_ids"} <= rows.keys():
@@ -161,9 +183,10 @@ class CollatedImageRows(CollatedRows):
                     "gives no `mm_token_type_ids` with `image_grid_thw`. Set `padding_free=False`."
                 )
             sources = [*self.sources] * (len(rows["input_ids"]) // self.num_items)
-            images = RowImages(rules, sources, rows.get("image_grid_thw"), num_pixels=sum(map(torch.numel, pixels)))
+            num_pixels = sum(map(torch.numel, pixels))
+            make = RowImages(rules, sources, rows.get("image_grid_thw"), num_pixels=num_pixels).flatten
         # A plain dict with the rows first: the data loader takes the first value's length, and moves the others
-        return {"input_ids": rows["input_ids"], **rows, "flat_batch": collator.flatten(rows, images)}
+        return {"input_ids": rows["input_ids"], **rows, "flat_batch": collator.flatten(rows, make)}
 
 
 def of_images(rows: Inputs) -> Inputs:

@@ -5,17 +5,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from transformers.image_utils import load_image
 from trl.data_utils import prepare_multimodal_messages
 
-from ..core.data.lengths import AnyDataset, Example, has_known_lengths, tables_of
-from ..data_checks.validate import column_names
-
-
-def has_images(dataset: AnyDataset) -> bool:
-    """Whether TRL treats a data set as one with images. Anything but a data set is left for TRL to reject."""
-    return isinstance(dataset, Dataset | IterableDataset) and not {"image", "images"}.isdisjoint(column_names(dataset))
+from ..core.data.lengths import AnyDataset, Example, has_images, has_known_lengths, tables_of
 
 
 def first_with_images(dataset: Dataset) -> int:

@@ -8,21 +8,27 @@ tower. Shape legend: see `segments`; in addition
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..core.flat.layout import FlatLayout
 from ..core.flat.transfer import HasTensors, on_device
+from ..core.model.hooks import PassHook
 from ..core.model.restored import Change
 
 # As models return them: one tensor for all images, or one for each
 Features = torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...]
 
 Arrays = Sequence[np.ndarray]  # one for each row
+
+# Rows are compared by ids, in which the placeholder of feature `f` is this plus `f`: beyond any vocabulary, and unlike
+# negative numbers, never -100, because labels have these ids, too
+_FIRST_FEATURE = 2**40
 
 
 def mismatch(found: str) -> ValueError:
@@ -53,7 +59,7 @@ class RowImages:
 
     >>> images, rows = RowImages(VisionRules(9), sources=[0, 1]), [np.array([1, 9, 9, 2]), np.array([1, 9, 9, 3])]
     >>> [row.tolist() for row in images.identities(rows)]
-    [[1, -1, -2, 2], [1, -3, -4, 3]]
+    [[1, 1099511627776, 1099511627777, 2], [1, 1099511627778, 1099511627779, 3]]
     """
 
     rules: VisionRules
@@ -75,9 +81,34 @@ class RowImages:
         return np.cumsum([0, *of_source.values()])
 
     def identities(self, rows: Arrays) -> list[np.ndarray]:
-        """`R` int64 arrays by which rows are compared: tokens, and `-1 - f` for the placeholder of feature `f`."""
-        of_rows = zip(rows, self.firsts(rows)[list(self.sources)], strict=True)
-        return [np.where(mask := row == self.rules.token_id, -first - np.cumsum(mask), row) for row, first in of_rows]
+        """`R` int64 arrays by which rows are compared: tokens, and a number of its own for each feature."""
+        firsts = _FIRST_FEATURE + self.firsts(rows)[list(self.sources)] - 1
+        of_rows = zip(rows, firsts, strict=True)
+        return [np.where(mask := row == self.rules.token_id, first + np.cumsum(mask), row) for row, first in of_rows]
+
+    def flatten(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor, **options: Any
+    ) -> FlatBatch:
+        """[`FlatBatch.from_padded`] of rows with these images. Rows whose images differ share nothing from these on."""
+        real = attention_mask != 0
+        rows = [row[mask] for row, mask in zip(input_ids.numpy(), real.numpy(), strict=True)]
+        ids = input_ids.masked_scatter(real, torch.from_numpy(np.concatenate([*self.identities(rows)])))
+        targets = torch.where((labels == input_ids) & (labels != IGNORE_INDEX), ids, labels)
+        batch = FlatBatch.from_padded(ids, attention_mask, targets, **options)
+        paths = [index[mask] for index, mask in zip(batch.row_index.numpy(), real.numpy(), strict=True)]
+        tokens, layout = batch.input_ids, batch.layout
+        if (blocks := self.blocks(rows, paths, tokens.size(1))) is not None:
+            layout = FlatLayout.from_segments(layout.segments, blocks)
+        return replace(
+            batch,
+            input_ids=self._as_placeholders(tokens),
+            shift_labels=self._as_placeholders(batch.shift_labels),
+            layout=layout,
+            hooks=(*batch.hooks, self.flat(rows, paths, tokens[0].numpy())),
+        )
+
+    def _as_placeholders(self, ids: torch.Tensor) -> torch.Tensor:
+        return ids.masked_fill(ids >= _FIRST_FEATURE, self.rules.token_id)
 
     def counted(self, rows: Arrays, firsts: np.ndarray) -> dict[str, torch.Tensor]:
         """Arguments of `get_rope_index`, with which a model counts positions: right-padded rows, and their grids."""
@@ -115,7 +146,7 @@ class RowImages:
 
     def flat(self, rows: Arrays, paths: Arrays, tokens: np.ndarray) -> "FlatImages":
         """The images of a flat batch, from the identities of its `tokens`; `paths` has each row's places among them."""
-        index, firsts = -1 - tokens[tokens < 0], self.firsts(rows)
+        index, firsts = tokens[tokens >= _FIRST_FEATURE] - _FIRST_FEATURE, self.firsts(rows)
         return FlatImages(
             num_features=int(firsts[-1]),
             feature_index=None if np.array_equal(index, np.arange(firsts[-1])) else torch.from_numpy(index),
@@ -127,8 +158,10 @@ class RowImages:
 
 
 @dataclass(frozen=True)
-class FlatImages(HasTensors):
-    """The images of a flat batch."""
+class FlatImages(HasTensors, PassHook):
+    """The images of a flat batch, which a pass of it gets."""
+
+    takes = ("pixel_values",)
 
     num_features: int  # `F`, counted by placeholders of the sources: the vision tower must give as many
     feature_index: torch.Tensor | None  # (I,) int64: the feature at each placeholder; `None` if it is 0, 1, 2, ...
@@ -136,6 +169,22 @@ class FlatImages(HasTensors):
     places: np.ndarray  # flat positions of the rows' tokens, one row after another, int64
     kept: tuple[tuple[str, torch.Tensor], ...]  # see [`RowImages`]
     num_pixels: int
+
+    @staticmethod
+    def of(batch: FlatBatch) -> "FlatImages | None":
+        """The images of a batch; `None` if its rows have none."""
+        return next((hook for hook in batch.hooks if isinstance(hook, FlatImages)), None)
+
+    @property
+    def numbers(self) -> int:  # type: ignore[override]
+        return self.num_pixels
+
+    def inputs(self, model: Any, batch: FlatBatch, inputs: Inputs) -> Inputs:
+        positions = self.positions(model, batch.position_ids, batch.layout)
+        return {**self.arguments(inputs), "position_ids": positions}
+
+    def changes(self, model: Any, batch: FlatBatch) -> list[Change]:
+        return [self.features_in_order(model)]
 
     def arguments(self, of_all: Mapping[str, Any]) -> dict[str, Any]:
         """The model's arguments with only the images of the sources, and without images if there are none."""

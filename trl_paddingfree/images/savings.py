@@ -12,7 +12,7 @@ from ..core.data.rows import PromptGroups
 from ..core.data.task import Task
 from ..core.flat.batch import IGNORE_INDEX, FlatBatch
 from ..core.flat.counts import Counted
-from .collate import of_images
+from .collate import of_images, vision_collator
 from .examples import prompt_in_messages
 
 
@@ -21,8 +21,7 @@ def image_counts(
 ) -> Counted:
     """Count examples with images, prepared by the model's `processor`, with `token_id` as the placeholder."""
     only_completion = {"completion_only_loss": "completion" in dataset.column_names} if task.name == "sft" else {}
-    vision_collator: Any = task.vision_collator
-    collator = vision_collator(processor, padding_free=True, **only_completion)
+    collator = vision_collator(task)(processor, padding_free=True, **only_completion)
     groups: Any = task.make_collator(**options) if issubclass(task.collator, PromptGroups) else None
     lengths, prepared = [], []
     numbers: dict = {}  # by the hash of images

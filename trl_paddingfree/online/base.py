@@ -1,36 +1,26 @@
 """Base of the trainers that generate their own rows, which become flat when the model is called."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from copy import copy
-from functools import partial
 from typing import Any
 
 import torch
 from datasets import Dataset
-from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import ProcessorMixin
 
 from ..budgets.planner import MemoryPlanner
 from ..core import upstream
-from ..core.data.rows import PromptGroups, generated_on_host
+from ..core.data.rows import Make, PromptGroups, generated_on_host
 from ..core.data.task import Task
 from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..core.flat.counts import BatchCounts
-from ..core.model.architecture import takes_images
-from ..core.model.flat_model import FlatModel
+from ..core.model.flat_model import FlatModel, Flattener
 from ..core.trainers.base import FlatTrainer
 from ..core.trainers.configs import Arguments
-from ..core.trainers.refusals import refuse_to_move, refuse_untried_images
+from ..core.trainers.refusals import refuse_to_move
 from ..core.trainers.runtime import when_flat
 from ..coupling import own_steps
-from ..images.check import MADE_UP, ImageProbe
-from ..images.collate import VisionLanguageModelingCollator
-from ..images.examples import first_examples, has_images, made_up_examples, prompt_in_messages
-from ..images.generated import GeneratedImages, by_prompt
-from ..images.model import why_no_images
-from ..images.rows import VisionRules
+from .order import by_prompt
 
 # What tasks that generate share. Each adds its name; GRPO, the first, also the columns by which data is recognized
 PROMPTS = Task(
@@ -40,11 +30,10 @@ PROMPTS = Task(
     collator=PromptGroups,
     prepare=upstream.prepare_prompts,
     truncates=False,
-    vision_collator=VisionLanguageModelingCollator,
 )
 
 
-class OnlineTrainer(FlatTrainer):
+class Online(FlatTrainer):
     """
     Base of the trainers that generate completions and score them in several passes.
 
@@ -64,8 +53,6 @@ class OnlineTrainer(FlatTrainer):
     _tokenize_prompts: Callable[..., tuple[list[list[int]], ...]]
     _buffered_inputs: Any
     _step: int
-    _rules: VisionRules  # how the models treat images, if rows may have any
-    _known: WeakTensorKeyDictionary  # the `GeneratedImages` of earlier passes, by `pixel_values`
     _generated: Inputs | None = None  # under a budget, the rows of the last pass, for a retry
     sample_unit = "completions"
 
@@ -78,50 +65,6 @@ class OnlineTrainer(FlatTrainer):
                 "this process may use, with what vLLM holds."
             )
 
-    # --- images -----------------------------------------------------------------------------------------------------
-
-    def images_to_try(self) -> ImageProbe | None:
-        """The first prompts with images, or made-up ones if only tools or environments add any; `None` for text."""
-        data, processor = self.train_dataset, self.processing_class
-        in_column = has_images(data)
-        if not isinstance(processor, ProcessorMixin) or not (in_column or takes_images(self.flat_base(self.model))):
-            if in_column:
-                raise ValueError(
-                    f"The data has images, and `processing_class` is a {type(processor).__name__}, which reads text "
-                    "only: pass the model's processor, or remove the column of images."
-                )
-            return None
-        collator = VisionLanguageModelingCollator(processor, padding_free=True)
-        probe = ImageProbe(collator, map(prompt_in_messages, first_examples(data)))
-        if (
-            not probe.names
-            and (vars(self).get("tools") or self.environment_factories)
-            and not any(why_no_images(self.flat_base(model)) for model in self.flat_models())
-        ):
-            probe = ImageProbe(collator, made_up_examples(), MADE_UP)
-        if not probe.names:
-            if in_column:
-                refuse_untried_images(data)
-            return None
-        self._rules = self.image_rules()
-        self._known = WeakTensorKeyDictionary()
-        probe.collator = collator.changed(rules=self._rules)
-        return probe
-
-    def images_of(self, inputs: Inputs) -> GeneratedImages | None:
-        """The images among the `inputs` of a pass; each call of the model takes those of its rows."""
-        if (pixels := inputs.get("pixel_values")) is None:
-            return None
-        if self.flat.check.images is None:
-            raise ValueError(
-                "The rows come with `pixel_values`, and the start-up check has tried no images, or could not: the "
-                f"first prompts of the train data have none, and {type(self).__name__} has no tools or environments "
-                "that return any that the model can compute. Shuffle the data, or set `padding_free=False`."
-            )
-        if pixels not in self._known:  # policy, reference and all iterations share them
-            self._known[pixels] = GeneratedImages.of(inputs)
-        return copy(self._known[pixels])
-
     # --- rows become flat -------------------------------------------------------------------------------------------
 
     def flatten(
@@ -129,18 +72,17 @@ class OnlineTrainer(FlatTrainer):
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
         labels: torch.Tensor,
-        images: GeneratedImages | None = None,
+        make: Make = FlatBatch.from_padded,
     ) -> FlatBatch:
         """
         Flatten `(R, L)` rows, with prompts padded on the left and completions on the right, and schedule their pass,
-        which trains if gradients are enabled. The rows take the next of `images`.
+        which trains if gradients are enabled. `make` makes the flat batch.
         """
         reach = self.flat.reach_of(input_ids.size(1))
-        batch = FlatBatch.from_padded(
+        batch = make(
             *generated_on_host(input_ids, attention_mask, labels),
             prefix_sharing=self.flat.trained.route.prefix_sharing,
             pad_to_multiple_of=self.pad_to_multiple_of,
-            images=images and images.next(len(input_ids), self._rules),
             reach=reach,
         )
         if trains := torch.is_grad_enabled():  # the policy's pass
@@ -148,6 +90,14 @@ class OnlineTrainer(FlatTrainer):
         if self.flat.planner is not None:
             batch = self.flat.planner.scheduled(batch, trains)
         return batch.to(input_ids.device, non_blocking=True)
+
+    def flattener(self, inputs: Inputs) -> Flattener:
+        """How rows become flat in a pass with these `inputs`, whose rows the model may get in several calls."""
+        return self.flatten
+
+    def beside_rows(self, inputs: Inputs) -> Inputs:
+        """The `inputs` of a pass that the model gets beside its rows."""
+        return {}
 
     @when_flat
     def compute_loss(self, *args, **kwargs):
@@ -168,7 +118,7 @@ class OnlineTrainer(FlatTrainer):
         self.flat.prove(self, model)
         if (flat_model := FlatModel.of(model)) is None:
             raise self.forward_replaced(model)
-        with flat_model.flattening(partial(self.flatten, images=self.images_of(kwargs))):
+        with flat_model.flattening(self.flattener(kwargs)):
             return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)  # type: ignore[misc]
 
     @when_flat
@@ -180,7 +130,7 @@ class OnlineTrainer(FlatTrainer):
 
     def refuse_small_budget(self, planner: MemoryPlanner) -> None:
         """Refuse a budget that a micro-batch does not fit into if all its rows have the maximum length."""
-        if self.max_completion_length is None or self.flat.check.images is not None:  # image tokens are unknown
+        if self.max_completion_length is None:
             return
         prompt, completion = self.longest_prompt(), self.max_completion_length
         name = f"a prompt of {prompt} tokens with a completion of `max_completion_length={completion}`"
@@ -223,6 +173,14 @@ class OnlineTrainer(FlatTrainer):
             owners = [cls for cls in type(self).__mro__ if "trl_trainer" in vars(cls)]
             refuse_to_move(options, [*self.coupled_by(), *own_steps(self, owners, moves=True)])
 
+    def split_by_row(self, batch: Inputs) -> Inputs:
+        """A batch in which arguments with several entries per row are lists of one tensor per row."""
+        return batch
+
+    def kinds_of(self, rows: Inputs) -> Sequence[int]:
+        """What tells rows apart beside their prompts, a number for each row."""
+        return [0] * len(rows["prompt_ids"])
+
     @property
     def steps_per_generation(self) -> int:
         """How many micro-batches are generated together."""
@@ -241,7 +199,8 @@ class OnlineTrainer(FlatTrainer):
                 number = self.steps_per_generation
                 size = math.gcd(self.args.gradient_accumulation_steps, number)  # micro-batches of one optimizer step
                 groups = (self._buffered_inputs[first : first + size] for first in range(0, number, size))
-                self._buffered_inputs = [batch for group in groups for batch in by_prompt(group)]
+                arranged = (by_prompt(group, self.split_by_row, self.kinds_of) for group in groups)
+                self._buffered_inputs = [batch for group in arranged for batch in group]
                 inputs = self._buffered_inputs[self._step % number]
         if steps is not None:
             self._generated = inputs

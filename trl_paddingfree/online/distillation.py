@@ -14,8 +14,8 @@ from ..core.flat.batch import IGNORE_INDEX
 from ..core.model.flat_model import FlatModel
 from ..core.trainers.configs import Arguments, PaddingFreeDistillationConfig
 from ..core.trainers.runtime import when_flat
-from ..images.cuts import IMAGE_ARGUMENTS
-from .base import PROMPTS, OnlineTrainer
+from .base import PROMPTS
+from .composed import OnlineTrainer
 
 # Without Triton, TRL computes a tile's gradient with up to ten more float32 tensors of the tile's size
 _TORCH_TILES = 10
@@ -83,14 +83,14 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
         scored = torch.cat([0 * inputs["prompt_mask"], inputs["completion_mask"] * inputs.get("tool_mask", 1)], 1)
         host_ids, host_mask, scored = torch.stack([ids, mask, scored]).cpu()  # in one copy: each waits for the device
         labels = host_ids.masked_fill(scored == 0, IGNORE_INDEX)
-        batch = self.flatten(host_ids, host_mask, labels, self.images_of(inputs)).to(ids.device, non_blocking=True)
-        pixels = {name: inputs[name] for name in IMAGE_ARGUMENTS if inputs.get(name) is not None}
+        batch = self.flattener(inputs)(host_ids, host_mask, labels).to(ids.device, non_blocking=True)
+        others = self.beside_rows(inputs)
 
         @cache
         def states(model, has_gradients):
             if (flat_model := FlatModel.of(model)) is None:
                 raise self.forward_replaced(model)
-            return flat_model.hidden_states(batch, scored[:, 1:] > 0, **pixels)
+            return flat_model.hidden_states(batch, scored[:, 1:] > 0, **others)
 
         self._states = states
         ones = ids.new_ones(1, int(scored.sum()))

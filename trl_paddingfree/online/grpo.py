@@ -6,7 +6,8 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 from ..core.trainers.configs import Arguments, PaddingFreeGRPOConfig
-from .base import PROMPTS, OnlineTrainer
+from .base import PROMPTS
+from .composed import OnlineTrainer
 
 logger = logging.get_logger(__name__)
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 from trl import RLOOConfig, RLOOTrainer
 
 from ..core.trainers.configs import PaddingFreeRLOOConfig
-from .base import PROMPTS, OnlineTrainer
+from .base import PROMPTS
+from .composed import OnlineTrainer
 
 
 class PaddingFreeRLOOTrainer(OnlineTrainer, RLOOTrainer):

@@ -2,7 +2,7 @@
 
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from transformers.data.data_collator import DataCollatorMixin
@@ -13,10 +13,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from .lengths import Example
-from .rows import CollatedRows, documents_of
-
-if TYPE_CHECKING:
-    from ...images.rows import RowImages
+from .rows import CollatedRows, Make, documents_of
 
 
 @dataclass
@@ -71,8 +68,8 @@ class FlatCollator(DataCollatorMixin):
         vars(other := copy(self)).update(values)
         return other
 
-    def flatten(self, rows: Inputs, images: "RowImages | None" = None) -> FlatBatch:
-        """The flat batch of padded rows; `images` are as in [`~trl_paddingfree.FlatBatch.from_rows`]."""
+    def flatten(self, rows: Inputs, make: Make = FlatBatch.from_padded) -> FlatBatch:
+        """The flat batch of padded rows, as `make` makes it."""
         mask, lengths = rows["attention_mask"], rows["attention_mask"].sum(1, keepdim=True)
         if rows["input_ids"].is_floating_point():
             empty = "" if lengths.all() else " An empty row comes first: leave it out with `dataset.filter`."
@@ -83,11 +80,11 @@ class FlatCollator(DataCollatorMixin):
                 "batch cannot hold: pad rows on the right, or set `padding_free=False`."
             )
         options: dict[str, Any] = {name: getattr(self, name) for name in self.padded_by}
-        options |= {"prefix_sharing": self.prefix_sharing, "images": images}
+        options["prefix_sharing"] = self.prefix_sharing
         longest = max(mask.size(1), options.get("pad_to_multiple_of") or 0)  # also of what pads the flat row
         if self.rotary_limit is not None and longest >= self.rotary_limit:
             options["reach"] = mask.size(1)
-        return FlatBatch.from_padded(rows["input_ids"], mask, self.row_labels(rows), **options)
+        return make(rows["input_ids"], mask, self.row_labels(rows), **options)
 
     def __call__(self, features: list[Example], return_tensors: str | None = None) -> Inputs:
         rows = super().__call__(features, return_tensors)
@@ -174,8 +171,8 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
             rows["labels"][:, :1] = IGNORE_INDEX  # as in TRL: some losses count labels before they are shifted
         return rows
 
-    def flatten(self, rows: Inputs, images: "RowImages | None" = None) -> FlatBatch:
-        batch = super().flatten(rows, images)
+    def flatten(self, rows: Inputs, make: Make = FlatBatch.from_padded) -> FlatBatch:
+        batch = super().flatten(rows, make)
         multiple = self.pad_to_multiple_of or 1
         packed = -(-batch.counts.real // multiple) * multiple
         return replace(batch, packed=packed) if self.cuts_packed else batch
@@ -205,12 +202,12 @@ class RewardCollator(FlatCollator, DataCollatorForReward):
 class FlatMismatchedCollator(FlatCollator):
     """If a batch has KTO's mismatched rows (`"KL_input_ids"`), adds their flat batch as `companion`."""
 
-    def flatten(self, rows: Inputs, images: "RowImages | None" = None) -> FlatBatch:
-        batch = super().flatten(rows, images)
+    def flatten(self, rows: Inputs, make: Make = FlatBatch.from_padded) -> FlatBatch:
+        batch = super().flatten(rows, make)
         if "KL_input_ids" not in rows:
             return batch
         mismatched = {name: rows[f"KL_{name}"] for name in ("input_ids", "attention_mask", "completion_mask")}
-        return replace(batch, companion=super().flatten(mismatched, images))
+        return replace(batch, companion=super().flatten(mismatched, make))
 
 
 @dataclass

@@ -21,6 +21,16 @@ def has_known_lengths(dataset: AnyDataset, columns: Collection[str] = ()) -> boo
     return isinstance(dataset, Dataset) and dataset.format["type"] != "custom" and {*columns} <= {*dataset.column_names}
 
 
+def column_names(dataset: AnyDataset) -> list[str]:
+    """The columns of a data set. Those of a stream may have to be read from its first example."""
+    return dataset.column_names or list(next(iter(dataset), {}))
+
+
+def has_images(dataset: Any) -> bool:
+    """Whether TRL treats a data set as one with images. Anything but a data set is left for TRL to reject."""
+    return isinstance(dataset, Dataset | IterableDataset) and not {"image", "images"}.isdisjoint(column_names(dataset))
+
+
 def tables_of(dataset: AnyDataset, *columns: str, rows: int = 10_000) -> Iterator[Any]:
     """Columns of a data set as Arrow tables of up to `rows` rows, without decoding anything."""
     return dataset.select_columns([*columns]).with_format("arrow").iter(batch_size=rows)

@@ -1,6 +1,6 @@
 """Rows of a batch on the host, collated or generated, from which flat batches and their parts are built."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, count, islice
 from typing import Any
@@ -9,6 +9,9 @@ import torch
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs, row_starts
 from .lengths import Example
+
+# Makes a flat batch of padded `input_ids`, `attention_mask` and `labels`, like [`FlatBatch.from_padded`]
+Make = Callable[..., FlatBatch]
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ class Task:
         sequences (`tuple[tuple[str, ...], ...]`):
             The sequences of one prepared example, each as the columns of token ids that make it up.
         collator, vision_collator (`type`, the second *optional*):
-            The collator classes that build flat batches of text and, if the trainer takes any, of data with images.
+            The collator classes that build flat batches of text and, for a trainer of your own, of data with images.
+            By default, images are taken by the tasks whose `collator` has a counterpart for them.
         prepare (`Callable`, *optional*):
             TRL's own preparation: maps `(dataset, tokenizer, max_length=, truncation_mode=)` to the rows that the
             collator gets. `trl-paddingfree inspect` needs it, training does not.
@@ -71,9 +72,10 @@ class Task:
         return self.collator(**{name: value for name, value in options.items() if name in names})
 
 
-def task_of(columns: Sequence[str], tasks: Iterable[Task]) -> Task:
+def task_of(columns: Sequence[str], tasks: Iterable[Task], with_images: Collection[Task] = ()) -> Task:
     """
-    The first of `tasks` that a data set's columns fit. Refuses columns that fit none, and images if it takes none.
+    The first of `tasks` that a data set's columns fit. Refuses columns that fit none, and images unless the task is one
+    of those `with_images`.
 
     >>> from trl_paddingfree.registry import TASKS
     >>> task_of(["prompt", "chosen", "rejected", "score"], TASKS).name, task_of(["messages"], TASKS).name
@@ -82,7 +84,7 @@ def task_of(columns: Sequence[str], tasks: Iterable[Task]) -> Task:
     names = set(columns)
     for task in tasks:
         if any(map(names.issuperset, task.found_by)):
-            if names & {"image", "images"} and task.vision_collator is None:
+            if names & {"image", "images"} and task not in with_images:
                 raise ValueError(f"The data set has columns {sorted(names)}: {task.name} does not train on images.")
             return task
     raise ValueError(

@@ -6,7 +6,7 @@ Shape legend: see `segments`; in addition
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -17,9 +17,6 @@ from .layout import FlatLayout
 from .schedule import Schedule
 from .segments import num_distinct_tokens, share_prefixes
 from .transfer import HasTensors
-
-if TYPE_CHECKING:
-    from ...images.rows import FlatImages, RowImages
 
 IGNORE_INDEX = -100
 # With positions, an entry packs the token id (low bits) and how many positions were skipped before it in its row
@@ -57,8 +54,6 @@ class FlatBatch(HasTensors):
         hooks (`tuple`, *optional*):
             What capabilities add to its passes, each a [`~trl_paddingfree.core.model.hooks.PassHook`]. Those that have
             tensors are [`HasTensors`], which go to the device with the batch.
-        images ([`~trl_paddingfree.images.rows.FlatImages`], *optional*):
-            Which image feature each placeholder token gets, if rows have images.
         packed (`int`, *optional*):
             For documents that TRL has packed: the length of the single row in which TRL would compute them.
         empty_rows (`int`, *optional*, defaults to `0`):
@@ -92,7 +87,6 @@ class FlatBatch(HasTensors):
     counts: BatchCounts
     companion: "FlatBatch | None" = None
     hooks: tuple[Any, ...] = ()
-    images: "FlatImages | None" = None
     packed: int | None = None
     empty_rows: int = 0
     checksum: int = 0
@@ -109,7 +103,6 @@ class FlatBatch(HasTensors):
         pad_token_id: int = 0,
         width: int | None = None,
         reach: int | None = None,
-        images: "RowImages | None" = None,
     ) -> "FlatBatch":
         """
         Flatten rows. The inverse of [`FlatBatch.to_rows`].
@@ -128,20 +121,16 @@ class FlatBatch(HasTensors):
             reach (`int`, *optional*):
                 Treat the longest row as this long, so that length-dependent rotary frequencies match those of the
                 padded batch. Costs one token of padding.
-            images ([`~trl_paddingfree.images.rows.RowImages`], *optional*):
-                The images of the rows. Rows whose images differ share nothing from the first image on.
         """
         tokens, targets = ([np.asarray(row, np.int64) for row in lists] for lists in (rows, labels))
         # A row whose labels are not its own tokens shares nothing: one token would have to predict different ones
         may_share = [((y == IGNORE_INDEX) | (y == x)).all() for x, y in zip(tokens, targets, strict=True)]
-        # Rows are compared by these ids, in which an image placeholder stands for its feature
-        ids = tokens if images is None else images.identities(tokens)
         filled = [r for r, row in enumerate(tokens) if len(row)]
         alike, alone = ([r for r in filled if may_share[r] == shares] for shares in (True, False))
-        distinct = num_distinct_tokens([ids[r] for r in alike]) + sum(len(ids[r]) for r in alone)
+        distinct = num_distinct_tokens([tokens[r] for r in alike]) + sum(len(tokens[r]) for r in alone)
         if not prefix_sharing:
             alike, alone = [], filled
-        segments, ends, flat = share_prefixes([ids[r] for r in alike], [ids[r] for r in alone])
+        segments, ends, flat = share_prefixes([tokens[r] for r in alike], [tokens[r] for r in alone])
         segment_of = dict(zip([*alike, *alone], ends, strict=True))
 
         lengths = list(map(len, tokens))
@@ -172,10 +161,6 @@ class FlatBatch(HasTensors):
         scored_index = np.flatnonzero(flat_labels != IGNORE_INDEX)
         if not len(scored_index):
             scored_index = np.zeros(1, np.int64)
-        blocks = flat_images = None
-        if images is not None:
-            blocks, flat_images = images.blocks(tokens, paths, len(flat)), images.flat(tokens, paths, flat)
-            flat = np.where(flat < 0, images.rules.token_id, flat)
         seen = np.array(row_mask.shape), row_index, row_mask, flat, positions, flat_labels
         return cls(
             input_ids=torch.from_numpy(flat)[None],
@@ -186,9 +171,8 @@ class FlatBatch(HasTensors):
             row_mask=torch.from_numpy(row_mask),
             token_rows=torch.from_numpy(token_rows)[None],
             scored=scored_index,
-            layout=FlatLayout.from_segments(segments, blocks),
+            layout=FlatLayout.from_segments(segments),
             counts=BatchCounts(segments.num_tokens, sum(lengths), row_mask.size, distinct, sum(segments.starts)),
-            images=flat_images,
             empty_rows=len(tokens) - len(filled),
             checksum=crc32(b"".join(x.tobytes() for x in seen)),
         )

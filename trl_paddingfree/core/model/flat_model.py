@@ -178,7 +178,7 @@ class FlatModel:
         refuse_unanswerable(self.model, kwargs)
         return flat_forward(self, self.begin_pass(batch), **kwargs)
 
-    def hidden_states(self, batch: FlatBatch, scored: torch.Tensor, **images: torch.Tensor) -> torch.Tensor:
+    def hidden_states(self, batch: FlatBatch, scored: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
         """
         The last hidden states of a flat batch, for a loss with its own head, such as a divergence over the vocabulary.
 
@@ -188,8 +188,8 @@ class FlatModel:
             scored (`torch.Tensor` of shape `(R, L-1)`, bool):
                 Which tokens of each row, padded as TRL pads it, are scored, from the second token on. May be on the CPU
                 to avoid waiting for the device.
-            **images:
-                Image arguments of the model, if the batch has images.
+            **others:
+                Further arguments of the model, such as those of images, if the batch has images.
 
         Returns:
             `(1, N, H)`: the hidden state that predicts each scored token, row by row. A token that several rows share
@@ -207,9 +207,8 @@ class FlatModel:
         if places.device.type == "cpu":  # nothing waits for the device if the host knows what is scored
             places = on_device(places, batch.row_index.device)
         index = batch.row_index[tuple(places)]
-        arguments: Inputs = images if batch.images is None else batch.images.arguments(images)
         with flat_backbone(self, self.begin_pass(batch), lambda hidden: hidden[:, index.to(hidden.device)]):
-            return self.model.base_model(**arguments, **flat_inputs(self, batch)).last_hidden_state
+            return self.model.base_model(**flat_inputs(self, batch, others)).last_hidden_state
 
     def begin_pass(self, batch: FlatBatch) -> FlatBatch:
         """Begin a pass: set the layers that recompute, and return `batch` as this model can compute it."""

@@ -72,9 +72,7 @@ def flat_forward(
     `(R, L, vocabulary)`, 0 beyond the end of each row, and with the loss if there are `labels`.
     """
     other_arguments: Inputs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
-    if batch.images is not None:
-        other_arguments = batch.images.arguments(other_arguments)
-    elif other_arguments.get("pixel_values") is not None:
+    if other_arguments.get("pixel_values") is not None and not any("pixel_values" in x.takes for x in batch.hooks):
         raise ValueError(
             "The call has `pixel_values`, and its flat batch knows of no images: have TRL's pass call the model, which "
             "says whose they are, or set `padding_free=False`."
@@ -91,7 +89,7 @@ def flat_forward(
     if not fused_lm_head:
         for_head = batch.tokens_to_rows if given else None  # losses read rows
         with flat_backbone(flat_model, batch, for_head, calls_decoder=True):
-            outputs = flat_model.forwards[-1](**other_arguments, **given, **flat_inputs(flat_model, batch))
+            outputs = flat_model.forwards[-1](**given, **flat_inputs(flat_model, batch, other_arguments))
         logits = outputs.logits
         if given:
             logits = torch.where(batch.row_mask.to(logits.device)[..., None], logits, 0)
@@ -122,7 +120,7 @@ def scored_in_rows(
         chunks.extend(scored.split(size, 1) if size < scored.size(1) else [scored])
         return chunks[0]
 
-    head = partial(flat_model.forwards[-1], **other_arguments, **flat_inputs(flat_model, own), fused_lm_head=True)
+    head = partial(flat_model.forwards[-1], **flat_inputs(flat_model, own, other_arguments), fused_lm_head=True)
     first, *others = own.shift_labels.split(size, 1)
     with own_draws, flat_backbone(flat_model, own, first_chunk) as answers:
         outputs.append(head(shift_labels=first))
@@ -149,14 +147,15 @@ def scored_in_rows(
     return replace(outputs[0], **in_rows, label_mask=label_mask, loss=loss, aux_loss=aux_loss)
 
 
-def flat_inputs(flat_model: "FlatModel", batch: FlatBatch) -> dict[str, torch.Tensor]:
-    """The model's arguments that are flat tensors."""
+def flat_inputs(flat_model: "FlatModel", batch: FlatBatch, others: Inputs) -> Inputs:
+    """The arguments of a call of the model: flat tensors, and `others`."""
     # Not a mask: the number of rows that contain each token, its weight in TRL's router loss. A hook gives the backbone
     # the real mask
-    positions = batch.position_ids
-    if batch.images is not None:
-        positions = batch.images.positions(flat_model.model, positions, batch.layout)
-    return {"input_ids": batch.input_ids, "position_ids": positions, "attention_mask": batch.token_rows}
+    flat = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "attention_mask": batch.token_rows}
+    inputs: Inputs = others | flat
+    for hook in (*batch.hooks, *flat_model.hooks):
+        inputs = hook.inputs(flat_model.model, batch, inputs)
+    return inputs
 
 
 def _pooled(flat_model: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, arguments: Inputs) -> ModelOutput:
@@ -175,8 +174,10 @@ def _pooled(flat_model: "FlatModel", batch: FlatBatch, input_ids: torch.Tensor, 
     def read(hidden: torch.Tensor) -> torch.Tensor:
         return hidden.squeeze(0)[positions.to(hidden.device)]
 
-    with flat_backbone(flat_model, batch, read, swapped=flat_inputs(flat_model, batch)):
-        return flat_model.forwards[-1](**arguments, input_ids=input_ids.gather(1, last))
+    inputs = flat_inputs(flat_model, batch, arguments)
+    flat = {name: inputs.pop(name) for name in ("input_ids", "position_ids", "attention_mask")}
+    with flat_backbone(flat_model, batch, read, swapped=flat):
+        return flat_model.forwards[-1](**inputs, input_ids=input_ids.gather(1, last))
 
 
 @contextmanager
@@ -198,8 +199,6 @@ def layout_arguments(flat_model: "FlatModel", batch: FlatBatch) -> Iterator[Inpu
 
     with ExitStack() as contexts:
         changes: list[Change] = [change for hook in hooks for change in hook.changes(model, batch)]
-        if batch.images is not None:
-            changes.append(batch.images.features_in_order(model))
         embeddings = model.get_input_embeddings()
         # NEFTune divides its noise by the square root of the row length: use that of the padded rows, not the flat one
         if (alpha := vars(embeddings).get(NOISE)) is not None:

@@ -29,6 +29,9 @@ Compute = Callable[[FlatBatch], Answered]
 class PassHook:
     """What a capability adds to a pass, in the order of a pass. Each method does nothing by default."""
 
+    takes: tuple[str, ...] = ()  # arguments of a call that mean nothing to flat tokens without it, and are refused
+    numbers: int = 0  # how many numbers it gives to modules beside the decoder, from which budgets predict memory
+
     def begin(self, flat_model: "FlatModel", batch: FlatBatch) -> FlatBatch:
         """The `batch` as the model can compute it. Slices: whole, on a model that cannot cut it. Budgets: planned."""
         return batch

@@ -2,7 +2,7 @@
 
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,12 +15,8 @@ from ...budgets.needs import HeadBytes, fused_head
 from ...budgets.planner import MemoryPlanner
 from ...budgets.steps import Part, weigh_last_batch
 from ...groups.form import refuse_ungrouped
-from ...images.check import ImageProbe
-from ...images.examples import has_images
-from ...images.model import rules_of_all
-from ...images.rows import VisionRules
 from ...resuming.checkpoints import append_to_card, checkpoint_to_resume, invalidate, naming_weights
-from ..data.lengths import AnyDataset
+from ..data.lengths import AnyDataset, has_images
 from ..data.task import Task
 from ..flat.batch import Inputs
 from ..flat.counts import BatchCounts, of_all_processes
@@ -29,6 +25,7 @@ from ..versions import naming_versions, refuse_moved_names
 from . import refusals
 from .configs import Arguments, PaddingFreeOptions, config_of, given_datasets, silence
 from .engine import base_of
+from .proving import Proof
 from .runtime import Runtime, when_flat
 
 
@@ -113,20 +110,23 @@ class FlatTrainer(Trainer):
         collator = self.collator_of(has_images(arguments.get("train_dataset")))
         refusals.refuse_unflattenable(arguments, self.task, collator)
         refusals.refuse_beside_budget(self.flat.options, arguments["args"])
-        if self.task.vision_collator is None:
-            refusals.refuse_images(arguments)
+        self.refuse_images(arguments)
+
+    def refuse_images(self, arguments: Arguments) -> None:
+        """Refuse data with images, unless a capability trains on them."""
+        refusals.refuse_images(arguments)
 
     def collator_of(self, with_images: bool) -> type:
         """The collator class that makes flat batches of data with or without images."""
-        return (self.task.vision_collator if with_images else None) or self.task.collator
+        return self.task.collator
 
-    def images_to_try(self) -> ImageProbe | None:
-        """Examples with images for the check; `None` for text."""
-        return None
+    def proofs(self) -> Sequence[Proof]:
+        """What the start-up check proves beside text."""
+        return ()
 
-    def image_rules(self) -> VisionRules:
-        """How the models treat images, which flat batches have to follow."""
-        return rules_of_all([self.flat_base(model) for model in self.flat_models()])
+    def batches_beside_text(self) -> list[Inputs]:
+        """Batches that keep more for the backward pass than text does: a budget counts what their passes keep."""
+        return []
 
     def coupled_by(self) -> list[str]:
         """Options under which an example's loss depends on the others in its micro-batch: here, losses of routers."""

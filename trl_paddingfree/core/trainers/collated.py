@@ -15,23 +15,20 @@ from ...arranging.order import StepSampler, by_prefix, by_tokens
 from ...budgets.planning import refuse_small_budget
 from ...budgets.steps import Part
 from ...coupling import own_steps
-from ...images.check import ImageProbe
-from ...images.collate import FlatVisionCollator
-from ...images.examples import first_examples
 from ..data.collate import FlatCollator
 from ..data.lengths import example_work, has_known_lengths, row_lengths, token_lengths
 from ..flat.batch import Inputs
 from ..flat.counts import BatchCounts, of_all_processes
 from ..flat.transfer import on_device
 from ..model.edits import edits, refuse_edits, refuse_lost_batch, refuse_lost_values
-from ..model.restored import attributes_set, random_state_restored
+from ..model.restored import attributes_set
 from . import refusals
 from .base import FlatTrainer
 from .engine import is_sharded
 from .runtime import when_flat
 
 
-class CollatedTrainer(FlatTrainer):
+class Collated(FlatTrainer):
     """
     Base of the trainers whose batches come from a collator, which makes them flat; the trainer keeps them within a
     budget. Mixed in before one of TRL's trainers.
@@ -51,14 +48,15 @@ class CollatedTrainer(FlatTrainer):
         if self.flat.models:
             return
         super().start_flat()
-        found = {
+        self.data_collator = self._flat_collator().changed(**self.collated_with())
+
+    def collated_with(self) -> dict[str, Any]:
+        """Values of the collator that follow from what was found out about the models."""
+        return {
             "prefix_sharing": self.flat.trained.route.prefix_sharing,
             "keeps_rows": self.flat.options.has_budget,
             "rotary_limit": min(self.flat.rotary_limits().values(), default=None),
         }
-        if (images := self.flat.check.images) is not None:
-            found["is_tried"] = bool(images.names)
-        self.data_collator = self._flat_collator().changed(**found)
 
     @when_flat
     def _precompute_ref_logps(self, *args, **kwargs):
@@ -68,30 +66,13 @@ class CollatedTrainer(FlatTrainer):
         with self._without_parts():
             return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
 
-    # --- images -----------------------------------------------------------------------------------------------------
-
     def _flat_collator(self) -> FlatCollator:
         """A copy of the collator that makes flat batches: the user's own may serve another trainer."""
         collator, wanted = self.data_collator, self.collator_of(self._is_vision_dataset)
         if not isinstance(collator, wanted):  # TRL's own: ours with all that it holds, fields or not
             collator = FlatCollator.changed(collator)
             collator.__class__ = wanted
-        if isinstance(collator, FlatVisionCollator):
-            collator = collator.changed(rules=self.image_rules())
         return collator.changed(padding_free=True)
-
-    def images_to_try(self) -> ImageProbe | None:
-        """The first examples with images, as the collator will get them; `None` for text."""
-        collator = self._flat_collator()
-        if not isinstance(collator, FlatVisionCollator):
-            return None
-        self._set_signature_columns_if_needed()
-        columns = self._signature_columns if self.args.remove_unused_columns else None
-        with random_state_restored(self.model):  # transforms of the data may draw
-            probe = ImageProbe(collator, first_examples(self.train_dataset, columns))
-        if not probe.names:
-            refusals.refuse_untried_images(self.train_dataset)
-        return probe
 
     # --- which examples share a micro-batch -------------------------------------------------------------------------
 
@@ -204,9 +185,9 @@ class CollatedTrainer(FlatTrainer):
         asked whether it `moves`, if examples may move to another one.
         """
         owners = [cls for cls in type(self).__mro__ if "part_sizes" in vars(cls)]
-        owners += [self.trl_trainer] * (owners == [CollatedTrainer])  # no one says how its parts combine
+        owners += [self.trl_trainer] * (owners == [Collated])  # no one says how its parts combine
         found = own_steps(self, owners, moves)
-        if not moves and type(self).part_sizes is CollatedTrainer.part_sizes:
+        if not moves and type(self).part_sizes is Collated.part_sizes:
             found.append("a loss")
         return [*self.coupled_by(), *(f"{each} without `part_sizes`" for each in found)]
 
@@ -231,11 +212,11 @@ class CollatedTrainer(FlatTrainer):
         """The parts of a micro-batch whose losses add up. Sizes, and thus weights, are counted on the host."""
         accelerator = self.accelerator
         # Those with images come last: in the last part, DDP waits for gradients of all weights, including the tower's
-        batches = sorted(self._divided(inputs), key=lambda part: part["flat_batch"].images is not None)
+        batches = sorted(self._divided(inputs), key=_has_images)
         most = len(batches)
         if is_sharded(accelerator) or accelerator.distributed_type == DistributedType.DEEPSPEED:
             # Backward passes are collective, so processes with fewer parts repeat their last one, masked
-            is_mixed = len({part["flat_batch"].images is None for part in batches}) > 1
+            is_mixed = len({*map(_has_images, batches)}) > 1
             most, is_mixed = of_all_processes([most, is_mixed], accelerator).amax(0).tolist()
             if is_mixed and accelerator.num_processes > 1:
                 raise ValueError(
@@ -278,3 +259,8 @@ class CollatedTrainer(FlatTrainer):
         total = super().total_counts()
         # Only TRL counts the real tokens of padded batches
         return replace(total, real=self._total_train_tokens) if self.flat.pads else total
+
+
+def _has_images(part: Inputs) -> bool:
+    """Whether a part of a micro-batch needs modules beside the decoder: towers of images."""
+    return any(hook.numbers for hook in part["flat_batch"].hooks)

@@ -4,13 +4,12 @@ import numpy as np
 from trl import DPOConfig, DPOTrainer
 
 from ...data_checks.validate import check_preferences, log_dropped, refuse_missing_prompts, refuse_unread
-from ...images.collate import VisionPreferenceCollator
 from .. import upstream
 from ..data.collate import PreferenceCollator
 from ..data.lengths import truncated
 from ..data.task import Task
 from ..flat.batch import Inputs
-from .collated import CollatedTrainer
+from .composed import CollatedTrainer
 from .configs import PaddingFreeDPOConfig
 from .runtime import when_flat
 
@@ -22,7 +21,6 @@ DPO = Task(
     reads=("chosen", "rejected", "ref_chosen_logps", "ref_rejected_logps"),
     collator=PreferenceCollator,
     prepare=upstream.preparation(DPOTrainer, DPOConfig),
-    vision_collator=VisionPreferenceCollator,
 )
 
 

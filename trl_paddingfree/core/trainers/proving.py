@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -13,8 +13,6 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.utils import logging
 
 from ...groups.sequence import SequenceGroup
-from ...images.check import MADE_UP, ImageProbe, prove_images
-from ...images.model import sees_both_ways
 from .. import upstream
 from ..check.again import prove_slices
 from ..check.progress import announced_after
@@ -41,7 +39,7 @@ class _FailedElsewhereError(UnprovenModelError):
     """The check failed on another process."""
 
 
-def _sharing_together(
+def sharing_together(
     prove_one: Callable[[torch.nn.Module, Route], CheckResult], models: Models, routes: Sequence[Route]
 ) -> list[CheckResult]:
     """Run `prove_one` on each model with its route, so that either all models share prefixes or none does."""
@@ -51,23 +49,32 @@ def _sharing_together(
     return results
 
 
+class Proof(Protocol):
+    """What the start-up check proves beside text, such as images."""
+
+    said: str  # what was tried, for the log; empty if nothing was
+
+    def prove(self, check: "StartUpCheck", models: Models, results: list[CheckResult]) -> list[CheckResult]:
+        """The `results` on text, one per model, with what this proof changes of them."""
+
+
 @dataclass
 class StartUpCheck:
     """
     Chooses and proves the routes of a trainer's models, given its `options`, `accelerator` (device, precision, engine)
-    and `args` (whether training recomputes). `images` are examples to try, `None` if the data is text only.
+    and `args` (whether training recomputes). `proofs` are what it proves beside text.
     """
 
     accelerator: Accelerator
     options: PaddingFreeOptions
     args: TrainingArguments
-    images: ImageProbe | None = None
+    proofs: Sequence["Proof"] = ()
     group: SequenceGroup | None = None  # the processes that compute slices of a batch with this one
     trained: PreTrainedModel | None = None  # the only model that needs gradients
     # Models whose weights an engine has yet to place, including the trained one: each is proven when first called
     unproven: list[PreTrainedModel] = field(default_factory=list)
 
-    def _say(self, message: str) -> None:
+    def say(self, message: str) -> None:
         if self.accelerator.is_main_process:
             logger.warning(message)
 
@@ -80,7 +87,7 @@ class StartUpCheck:
         Have `models`, the trained one first, compute flat batches: by proven routes or, if an engine has yet to place
         weights, by the routes of first choice.
         """
-        bases = list(map(self._base, models))
+        bases = list(map(self.base_of, models))
         self.trained = bases[0]
         for base in bases:
             if (flat_model := FlatModel.of(base)) is not None and flat_model.padded is not None:
@@ -100,7 +107,7 @@ class StartUpCheck:
 
     def can_call(self, model: torch.nn.Module) -> bool:
         """Whether `model` has its weights. ZeRO-3 has prepared all models but the trained one by now."""
-        base = self._base(model)
+        base = self.base_of(model)
         if zero_stage(self.accelerator) == 3:
             return base is not self.trained
         return base.device.type == self.accelerator.device.type
@@ -120,18 +127,18 @@ class StartUpCheck:
         start = time.perf_counter()
 
         def say(doing):
-            self._say(f"The start-up check runs. {doing}.")
+            self.say(f"The start-up check runs. {doing}.")
 
-        with announced_after(_PATIENCE, say) as self.progress, self._failing_together(models):
+        with announced_after(_PATIENCE, say) as self.progress, self.failing_together(models):
             results = self._results_of(models)
-        seconds, images = time.perf_counter() - start, self.images
+        seconds, said = time.perf_counter() - start, [proof.said for proof in self.proofs if proof.said]
         missing = dict.fromkeys(gap for result in results for gap in result.not_compared)
         verdict = f"exact as far as it was compared: {'; '.join(missing)}" if missing else "exact on this model"
-        tried = "" if images is None or not images.names else f", with {images.kind} images"
-        self._say(f"Padding-free, {results[0].route}: {verdict}{tried} (checked in {seconds:.1f} s).")
+        found = ", ".join([verdict, *said])
+        self.say(f"Padding-free, {results[0].route}: {found} (checked in {seconds:.1f} s).")
         logger.info(f"The start-up check: {results[0]}.")
-        if description := mixers().describe(self._base(models[0])):
-            self._say(description)
+        if description := mixers().describe(self.base_of(models[0])):
+            self.say(description)
         return results[0].route
 
     def prove_slices(self, models: Models, is_compiled: bool = False) -> None:
@@ -140,32 +147,34 @@ class StartUpCheck:
         `is_compiled`, that compiled layers get the same results as eager ones.
         """
         for model in models:
-            base = self._base(model)
+            base = self.base_of(model)
             flat_model = FlatModel.of(base)
             if flat_model is None or (not is_compiled and flat_model.why_whole):
                 continue
             trains = base is self.trained
             skipped = self._why_no_gradients(model) if trains else "it does not train"
             with self.in_precision():
-                result = prove_slices(base, model, skipped=skipped, is_compiled=is_compiled, agree=self._all_agree)
+                result = prove_slices(base, model, skipped=skipped, is_compiled=is_compiled, agree=self.all_agree)
             if trains:
                 verdict = "exact as far as it was compared" if result.not_compared else "exact on this model"
                 what = "Compiled layers" if is_compiled else "Slices within the budget"
-                self._say(f"{what}: {verdict} ({result}).")
+                self.say(f"{what}: {verdict} ({result}).")
 
     def _results_of(self, models: Models) -> list[CheckResult]:
         """The results of the check, one per model: all with shared prefixes, or none."""
-        bases = list(map(self._base, models))
+        bases = list(map(self.base_of, models))
         routes = list(map(self.first_route, bases))
         for base, route in zip(bases, routes, strict=True):
             reason = why_not_to_share(route.backend, route.previous)
             if self.options.prefix_sharing and reason:
-                self._say(f"{type(base).__name__} trains without shared prefixes: {reason}.")
-        results = _sharing_together(self._prove, models, routes)
-        return results if self.images is None else self._prove_images(models, self.images, results)
+                self.say(f"{type(base).__name__} trains without shared prefixes: {reason}.")
+        results = sharing_together(self.prove_one, models, routes)
+        for proof in self.proofs:
+            results = proof.prove(self, models, results)
+        return results
 
-    def _prove(self, model: torch.nn.Module, route: Route) -> CheckResult:
-        base = self._base(model)
+    def prove_one(self, model: torch.nn.Module, route: Route) -> CheckResult:
+        base = self.base_of(model)
         trains = base is self.trained
         # Not by `FlatModel.of`: TRL may have added another head
         if (flat_model := vars(base).get(ATTRIBUTE)) is not None:
@@ -183,14 +192,14 @@ class StartUpCheck:
                 route,
                 fallback=self.options.flat_attention == "auto" and self.group is None,
                 call=model,
-                agree=self._all_agree,
+                agree=self.all_agree,
                 trains=trains,
                 no_gradients=self._why_no_gradients(model) if trains else "",
                 tell=lambda doing: self.progress(f"{type(base).__name__}, {doing}"),
             )
         if failed:
             listed = "".join(f"\n    {other}" for other in failed)
-            self._say(f"{type(base).__name__} trains as «{result}», because the start-up check failed as{listed}")
+            self.say(f"{type(base).__name__} trains as «{result}», because the start-up check failed as{listed}")
         return result
 
     def _why_no_gradients(self, model: torch.nn.Module) -> str:
@@ -202,58 +211,10 @@ class StartUpCheck:
             return "FSDP1 computes whole backward passes only"
         return ""
 
-    def _prove_images(self, models: Models, images: ImageProbe, results: list[CheckResult]) -> list[CheckResult]:
-        """Check images, and update the `results` on text: either all models share prefixes or none does."""
-        trained = self._base(models[0])
-        name = type(trained).__name__
-        if not images.names:
-            self._say("No example has an image in its column: nothing was there to try the model's images on.")
-            return results
-        if results[0].route.backend in ("flash", "positions") and sees_both_ways(trained):
-            self._say(
-                f"`attn_implementation={results[0].route.previous!r}` lets image tokens of {name} see only what "
-                "precedes them, with padding and without. The model was made to let them see their whole image: load "
-                "it with 'sdpa'."
-            )
-
-        def prove_one(model, route):
-            try:
-                with self.in_precision():
-                    return prove_images(self._base(model), route, images, call=model, agree=self._all_agree)
-            except ValueError as error:
-                limit = vars(self.args).get("max_length")  # trainers that generate have none
-                if limit is None or "Image features and image tokens do not match" not in str(error):
-                    raise
-                cut = f"If `max_length={limit}` cuts an image, raise it or set it to `None`."
-                raise ValueError(f"{error}. {cut}") from error
-
-        is_made_up = images.kind == MADE_UP
-        try:
-            with self._failing_together(models) if is_made_up else nullcontext():
-                with_images = _sharing_together(prove_one, models, [result.route for result in results])
-        except OthersWaitError:
-            raise
-        except Exception as error:  # made-up images stand in for some that may never come: text still trains
-            if not is_made_up:
-                raise
-            self.images = None
-            self._say(f"Made-up images cannot be tried ({error}): text trains, and images that come are refused.")
-            return results
-        if results[0].prefix_sharing > with_images[0].prefix_sharing:
-            self._say(f"{name} trains without shared prefixes: with the images of this data, they are inexact.")
-        # Gradients are compared on text: once more if images have changed the route
-        gradients = [
-            (text if text.route == image.route else self._prove(model, image.route)).gradients
-            for model, text, image in zip(models, results, with_images, strict=True)
-        ]
-        if (first := gradients[0]) is not None and not first.skipped:
-            gradients[0] = replace(first, notes=(*first.notes, "gradients were compared on text, not with images"))
-        return [replace(image, gradients=of_text) for image, of_text in zip(with_images, gradients, strict=True)]
-
-    def _base(self, model: torch.nn.Module) -> PreTrainedModel:
+    def base_of(self, model: torch.nn.Module) -> PreTrainedModel:
         return base_of(self.accelerator, model)
 
-    def _all_agree(self, verdict: bool) -> bool:
+    def all_agree(self, verdict: bool) -> bool:
         """Whether the verdict is positive on all processes, which have to take the same route."""
         verdicts = self._gathered(verdict)
         if (verdicts == _ERROR).any():
@@ -264,15 +225,15 @@ class StartUpCheck:
         return gather(torch.tensor([int(verdict)], device=self.accelerator.device))
 
     @contextmanager
-    def _failing_together(self, models: Models) -> Iterator[None]:
+    def failing_together(self, models: Models) -> Iterator[None]:
         """Within this context, an error on one process ends all: the others would wait for its verdict forever."""
         try:
             yield
-            self._all_agree(True)
+            self.all_agree(True)
         except (_FailedElsewhereError, OthersWaitError):
             raise
         except Exception as error:
             for model in models:
-                raise_if_weights_are_awaited(self._base(model), error)
+                raise_if_weights_are_awaited(self.base_of(model), error)
             self._gathered(_ERROR)
             raise

@@ -17,10 +17,9 @@ from transformers.utils import logging
 from trl import SFTConfig
 
 from ...budgets.device import budget_bytes
-from ...data_checks.validate import column_names, log_unread, refuse_bad_tokens, refuse_misspelt_roles
-from ...images.examples import has_images
+from ...data_checks.validate import log_unread, refuse_bad_tokens, refuse_misspelt_roles
 from .. import upstream
-from ..data.lengths import AnyDataset, has_known_lengths
+from ..data.lengths import AnyDataset, column_names, has_images, has_known_lengths
 from ..data.task import Task
 from ..model.adapters import why_padded, why_padded_by
 from .configs import Arguments, PaddingFreeOptions, given_datasets
@@ -296,15 +295,6 @@ def refuse_to_look_ahead(
         raise ValueError(
             f"{arranging} and `train_sampling_strategy='batch_rebalance'` both decide which examples share a "
             "micro-batch: leave one of them out."
-        )
-
-
-def refuse_untried_images(dataset: AnyDataset) -> None:
-    """Refuse streams and transforms whose first examples have no image to check. Other data was searched whole."""
-    if not has_known_lengths(dataset):
-        raise ValueError(
-            "The first examples of the train data have no images, so that the model's images cannot be tried: "
-            "shuffle the data, or set `padding_free=False`."
         )
 
 

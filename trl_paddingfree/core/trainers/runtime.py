@@ -79,7 +79,7 @@ class Runtime:
     def start(self, trainer: "FlatTrainer") -> None:
         """Prove the models of a `trainer`, and have them compute flat batches."""
         refuse_adapters(trainer.flat_models())
-        self.check = StartUpCheck(trainer.accelerator, self.options, trainer.args, trainer.images_to_try(), self.group)
+        self.check = StartUpCheck(trainer.accelerator, self.options, trainer.args, trainer.proofs(), self.group)
         upstream.apply_liger(trainer.model, trainer.args)
         cast_inputs_once(trainer.model, trainer.accelerator.device.type)
         self.models = self.check.install(trainer.flat_models())

@@ -6,14 +6,13 @@ from transformers.trainer_pt_utils import LabelSmoother
 from trl import SFTConfig, SFTTrainer
 
 from ...data_checks.validate import log_dropped, refuse_unknown_tokens, refuse_unread_instructions
-from ...images.collate import VisionLanguageModelingCollator
 from .. import upstream
 from ..data.collate import FlatCollator, LanguageModelingCollator
 from ..data.lengths import AnyDataset
 from ..data.task import Task
 from ..flat.batch import IGNORE_INDEX, Inputs
 from ..model.restored import attributes_set
-from .collated import CollatedTrainer
+from .composed import CollatedTrainer
 from .configs import PaddingFreeSFTConfig
 from .runtime import when_flat
 
@@ -26,7 +25,6 @@ SFT = Task(
     reads=("messages", "conversations", "completion", "seq_lengths", "completion_mask", "assistant_masks"),
     collator=LanguageModelingCollator,
     prepare=upstream.preparation(SFTTrainer, SFTConfig, False, None, chat_template=None),  # no packing, no formatting
-    vision_collator=VisionLanguageModelingCollator,
 )
 
 

@@ -1,0 +1,16 @@
+"""The base of the trainers with a collator, with what capabilities add to it."""
+
+from typing import TYPE_CHECKING
+
+from ...capabilities import classes_of
+from .collated import Collated
+
+if TYPE_CHECKING:  # the same bases, for editors and type checkers
+    from ...images.trainers import Collated as ImagesCollated
+
+    class CollatedTrainer(ImagesCollated, Collated):
+        pass
+else:
+
+    class CollatedTrainer(*classes_of("trainers", "Collated"), Collated):
+        __doc__ = Collated.__doc__

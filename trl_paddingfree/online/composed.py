@@ -1,0 +1,16 @@
+"""The base of the trainers that generate, with what capabilities add to it."""
+
+from typing import TYPE_CHECKING
+
+from ..capabilities import classes_of
+from .base import Online
+
+if TYPE_CHECKING:  # the same bases, for editors and type checkers
+    from ..images.trainers import Online as ImagesOnline
+
+    class OnlineTrainer(ImagesOnline, Online):
+        pass
+else:
+
+    class OnlineTrainer(*classes_of("trainers", "Online"), Online):
+        __doc__ = Online.__doc__
