@@ -13,7 +13,15 @@ from ..compiled.layers import compile_layers
 from ..core import upstream
 from ..core.check.again import prove_slices
 from ..core.check.comparison import HALF_DIGITS_FACTOR, relative_error, root_mean_square
-from ..core.check.probe import as_tried, check_rows, compute_dtype, log_probs_of, rounding_unit, row_inputs
+from ..core.check.probe import (
+    as_tried,
+    check_rows,
+    compute_dtype,
+    log_probs_of,
+    rounding_unit,
+    row_inputs,
+    tried_tokens,
+)
 from ..core.check.prove import UnprovenModelError, prove
 from ..core.flat.batch import IGNORE_INDEX, Inputs
 from ..core.model import architecture
@@ -104,7 +112,8 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True, 
             raise UnprovenModelError(str(error).replace("Set `padding_free=False`", "Leave the call out")) from None
         raise
     where = f"{type(base).__name__} on {base.device.type} in {compute_dtype(base)}".replace("torch.", "")
-    logger.warning(f"padding_free, {result.route}: exact on {where} (checked in {time.perf_counter() - start:.1f} s).")
+    seconds = f"checked in {time.perf_counter() - start:.1f} s"
+    logger.warning(f"padding_free, {result.route}: {where}, exact on {result.tried} ({seconds}).")
     logger.info(f"The start-up check: {result}.")
     return model
 
@@ -158,7 +167,8 @@ class _CallWithRows:
         """
         calls, pooled, config = self.calls, is_pooled(self.base), self.base.config.get_text_config()
         calls.with_left_padding = calls.with_routers = calls.with_labels = True  # whatever an earlier check has found
-        rows, half_digits = check_rows(config.vocab_size, draw=0), rounding_unit(self.base) ** 0.5
+        tokens, half_digits = tried_tokens(self.base), rounding_unit(self.base) ** 0.5
+        rows = [tokens[row] for row in check_rows(len(tokens), draw=0)]
         right = row_inputs(self.base, rows)
         left = {name: x.flip(1) if torch.is_tensor(x) else x for name, x in right.items()}  # rows the other way round
         if not pooled:  # without the first token of each row, which padding would predict

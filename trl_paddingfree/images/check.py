@@ -95,6 +95,7 @@ class ImagesAlone(RowsAlone):
     """[`RowsAlone`] of examples with images. The answers to an example are those to all of its rows."""
 
     difference = staticmethod(largest_difference)
+    tried = None  # of images: names say nothing of lengths
 
     def __init__(self, model: PreTrainedModel, examples: ImageProbe, call: Call | None = None):
         self.model, self.call, self.examples = model, model if call is None else call, examples
@@ -111,6 +112,9 @@ class ImagesAlone(RowsAlone):
         output = self.call(**inputs, fused_lm_head=True, use_cache=False).log_probs.double().cpu()
         of_rows = [row[mask] for row, mask in zip(output, batch["labels"][:, 1:] != IGNORE_INDEX, strict=True)]
         return [torch.cat(of_rows[i :: len(rows)]) for i in range(len(rows))]
+
+    def cut(self) -> Iterable[tuple[Rows, Answers]]:
+        return ()
 
     def changed(self) -> Variants:
         first, other = self.rows[:2]
@@ -204,10 +208,15 @@ class ImageProof:
         if results[0].prefix_sharing > with_images[0].prefix_sharing:
             check.say(f"{name} trains without shared prefixes: with the images of this data, they are inexact.")
         # Gradients are compared on text: once more if images have changed the route
-        gradients = [
-            (text if text.route == image.route else check.prove_one(model, image.route)).gradients
+        on_text = [
+            text if text.route == image.route else check.prove_one(model, image.route)
             for model, text, image in zip(models, results, with_images, strict=True)
         ]
-        if (first := gradients[0]) is not None and not first.skipped:
-            gradients[0] = replace(first, notes=(*first.notes, "gradients were compared on text, not with images"))
-        return [replace(image, gradients=of_text) for image, of_text in zip(with_images, gradients, strict=True)]
+        found = [
+            replace(image, gradients=text.gradients, tried=text.tried)
+            for text, image in zip(on_text, with_images, strict=True)
+        ]
+        if (first := found[0].gradients) is not None and not first.skipped:
+            notes = (*first.notes, "gradients were compared on text, not with images")
+            found[0] = replace(found[0], gradients=replace(first, notes=notes))
+        return found

@@ -87,7 +87,7 @@ def check_packed(
     Compare packed rows with each row alone, in the model's dtype and on its device: whether rows see one another (a
     leak), and whether their log-probabilities (positions and context) and gradients are right.
 
-    It tries four short rows, then four longer ones (mostly of 104 tokens) with gradients, and a larger draw in
+    It tries five short rows, then five longer ones (mostly of 104 tokens) with gradients, and a larger draw in
     evaluation and in training mode. The verdict says up to which sizes it holds, and what was left out.
 
     Args:

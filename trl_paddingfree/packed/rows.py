@@ -1,7 +1,7 @@
 """Rows alone and rows packed by others, in evaluation and training mode: what `check_packed` compares."""
 
 import timeit
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +27,7 @@ from ..core.check.probe import (
     log_probs_of,
     rounding_unit,
     row_inputs,
+    tried_tokens,
     undisturbed,
 )
 from ..core.flat.batch import FlatBatch, Inputs
@@ -86,7 +87,8 @@ def as_it_computes(model: PreTrainedModel, call: PackedCall) -> Iterator[str]:
         if torch.is_autocast_enabled(device):
             found.add(torch.get_autocast_dtype(device))
 
-    rows = [torch.from_numpy(row).to(model.device) for row in check_rows(model.config.get_text_config().vocab_size, 0)]
+    tokens = tried_tokens(model)
+    rows = [torch.from_numpy(tokens[row]).to(model.device) for row in check_rows(len(tokens), 0)]
     with undisturbed(model), register_module_forward_hook(note):
         try:
             answers = [call(rows), call(rows)]
@@ -138,7 +140,7 @@ class LongRows(RowsAlone):
     def __init__(self, model: PreTrainedModel, called: Call, draw: int, trying: Trying, lengths: Sequence[int]):
         self.model, self.call, self.trying = model, called, trying
         config = model.config.get_text_config()
-        self.vocab_size = config.vocab_size
+        self.vocab_size, self.tokens = config.vocab_size, np.arange(config.vocab_size)
         rng = np.random.default_rng(draw)
         self.rows = [rng.integers(0, self.vocab_size, n) for n in lengths]
         # Within a document, tokens by which a call may take it for padding, or for two documents
@@ -158,6 +160,9 @@ class LongRows(RowsAlone):
             return super().answers(rows, prefix_sharing=prefix_sharing)
         return [super(LongRows, self).answers([row], len(row) + width)[0] for row in rows]
 
+    def cut(self) -> Iterable[tuple[Rows, Answers]]:
+        return ()
+
     def changed(self) -> Variants:
         return [
             ([self._replaced(row) if i % 2 == kept else row for i, row in enumerate(self.rows)],
@@ -169,7 +174,7 @@ class LongRows(RowsAlone):
 class PackedInTraining(RowsInTraining):
     """[`RowsInTraining`] for rows packed in any order: the model's input is searched for their tokens."""
 
-    without_limits = []  # its rows are as long as is asked for
+    without_limits, differentiates = [], 0  # its rows are as long as is asked for
 
     @contextmanager
     def watched(self, inputs: Inputs) -> Iterator[list[torch.Tensor]]:
@@ -178,10 +183,10 @@ class PackedInTraining(RowsInTraining):
                 yield embedded
             return
         n, rows = self.length, [row.tolist() for row in self.rows]
-        missing = {0, 1, 2, 3}
+        missing = {*range(len(rows))}
         embeddings: Any = self.model.get_input_embeddings()
         # Zeros that are added to the embeddings, and so have the same gradients; the last is for tokens of no row
-        shape = 1, 4 * n + 1, embeddings.weight.size(-1)
+        shape = 1, len(rows) * n + 1, embeddings.weight.size(-1)
         added = torch.zeros(shape, dtype=embeddings.weight.dtype, device=inputs["input_ids"].device).requires_grad_()
 
         def add(module, args, output):

@@ -1,12 +1,16 @@
 """Mistakes that are put into one layer of eight: the check finds each of them, or names the layer as left out."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from tests.helpers.architectures import proven, tiny_model, with_head
 from tests.helpers.tiny import SEED, make_model
 from trl_paddingfree.core.check import training
-from trl_paddingfree.core.check.prove import UnprovenModelError
+from trl_paddingfree.core.check.prove import UnprovenModelError, prove
+from trl_paddingfree.core.model import attention
+from trl_paddingfree.core.model.routes import choose_route
 
 KINDS = {
     "full": ("llama", {}),
@@ -82,3 +86,112 @@ def test_a_mistake_that_reaches_further_than_the_rows_is_found():
     mlp.forward = lambda states: forward(torch.nn.functional.pad(states, (0, 0, 300, 0))[:, :-300] + states)
     with pytest.raises(UnprovenModelError, match="a flat row of more than 1024 tokens is wrong"):
         proven(model, fallback=False)
+
+
+def one_token(states, at):
+    """The flat token `at` gets a little of the one before it."""
+    mixed = states.clone()
+    mixed[:, at] += 0.1 * states[:, at - 1]
+    return mixed
+
+
+def only_where(holds, mistake):
+    """A layer whose answer for flat rows is wrong where that holds, of states that may have a gradient."""
+
+    def plant(model, monkeypatch):
+        mlp = model.base_model.layers[0].mlp
+        forward = mlp.forward
+
+        def wrong(states):
+            is_flat = states.size(0) == 1
+            return mistake(forward(states)) if is_flat and holds(states) else forward(states)
+
+        mlp.forward = wrong
+
+    return plant
+
+
+def wrong_positions(model, monkeypatch):
+    """After the twelfth row, later positions are one too high."""
+
+    def shift(module, args, kwargs):
+        positions = kwargs.get("position_ids")
+        if positions is None:  # rows alone
+            return args, kwargs
+        is_late = (positions == 0).cumsum(1) > 12
+        return args, {**kwargs, "position_ids": torch.where(is_late & (positions > 6), positions + 1, positions)}
+
+    model.base_model.register_forward_pre_hook(shift, with_kwargs=True)
+
+
+def kept_for_a_shape(model, monkeypatch):
+    """Rotary factors are kept as long as the shape stays."""
+    rotary, kept = model.base_model.rotary_emb, {}
+    forward = rotary.forward
+
+    def remember(states, position_ids):
+        if states.size(1) < 1000:
+            return forward(states, position_ids)
+        return kept.setdefault(position_ids.shape, forward(states, position_ids))
+
+    rotary.forward = remember
+
+
+def wrong_segments(is_wrong):
+    """Attention whose queries are 5 % too large where that holds for the segments."""
+
+    def plant(model, monkeypatch):
+        attend = attention.ATTENTION["segment"]
+
+        def scaled(layout, previous, module, query, *others, **kwargs):
+            query = query.clone()
+            for i, (first, last) in enumerate(pairwise(layout.segments.offsets)):
+                if is_wrong(layout.segments, i):
+                    query[:, :, first:last] *= 1.05
+            return attend(layout, previous, module, query, *others, **kwargs)
+
+        monkeypatch.setitem(attention.ATTENTION, "segment", scaled)
+
+    return plant
+
+
+def is_third_branch(segments, i):
+    return segments.parents[i] >= 0 and segments.parents[: i + 1].count(segments.parents[i]) > 1
+
+
+def is_one_of_equals(segments, i):
+    return len(segments.lengths) > 1 and len({*segments.lengths}) == 1
+
+
+def differentiated(tokens):
+    return lambda states: torch.is_grad_enabled() and states.size(1) > tokens
+
+
+# What random rows have to show, and a few short ones did not
+SIZES = {
+    "leak-with-gradients": only_where(differentiated(450), leak),
+    "detached": only_where(differentiated(500), torch.Tensor.detach),
+    "one-token": only_where(lambda states: states.size(1) > 600, lambda states: one_token(states, 500)),
+    "odd-in-training": only_where(lambda states: torch.is_grad_enabled() and states.size(1) % 2, leak),
+    "multiple-of-128": only_where(lambda states: states.size(1) % 128 == 0, leak),
+    "positions-after-12-rows": wrong_positions,
+    "kept-for-a-shape": kept_for_a_shape,
+    "third-branch": wrong_segments(is_third_branch),
+    "equal-lengths": wrong_segments(is_one_of_equals),
+}
+
+
+@pytest.mark.parametrize("planted", SIZES)
+def test_a_mistake_that_only_shows_at_some_sizes_is_found(planted, monkeypatch):
+    model = with_head(make_model(seed=SEED, max_position_embeddings=8192))
+    SIZES[planted](model, monkeypatch)
+    try:
+        _, failed = prove(model, choose_route(model), fallback=False)
+    except UnprovenModelError:
+        return
+    assert failed  # it only shows where prefixes are shared: the model trains without
+
+
+def test_the_result_names_the_sizes_that_were_tried():
+    model = with_head(make_model(seed=SEED, max_position_embeddings=8192))
+    assert str(proven(model).tried) == "up to 22 rows of up to 104 tokens, 1,280 in all"

@@ -24,6 +24,18 @@ Values: TypeAlias = Mapping[str, torch.Tensor]  # by name, float64 on the CPU
 
 
 @dataclass(frozen=True)
+class Tried:
+    """The largest flat batch that was tried: how many rows, tokens of the longest, and tokens in all."""
+
+    rows: int
+    longest: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"up to {self.rows} rows of up to {self.longest:,} tokens, {self.length:,} in all"
+
+
+@dataclass(frozen=True)
 class Verdict:
     """
     What one comparison found.
@@ -45,6 +57,8 @@ class Verdict:
             Whether rows alone fail, too, so that no other route can help.
         raised (`bool`):
             Whether `failure` is an error that the model raised.
+        tried (`Tried`, *optional*):
+            On what the two ways agree; `None` if nothing was compared.
     """
 
     error: float = math.nan
@@ -55,6 +69,7 @@ class Verdict:
     notes: tuple[str, ...] = ()
     unmendable: bool = False
     raised: bool = False
+    tried: Tried | None = None
 
     @property
     def passed(self) -> bool:
@@ -70,6 +85,12 @@ class Verdict:
     def not_compared(self) -> tuple[str, ...]:
         """What was not compared, and why. Until it is, the model cannot be called exact."""
         return (f"gradients were not compared, because {self.skipped}", *self.notes) if self.skipped else self.notes
+
+    @property
+    def extent(self) -> str:
+        """How far the two ways agree, in words that claim no more than was tried."""
+        sizes = f"exact on {self.tried}" if self.tried else "exact"
+        return f"{sizes}, as far as it was compared" if self.not_compared else sizes
 
     def __str__(self) -> str:
         if self.failure:

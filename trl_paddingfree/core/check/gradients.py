@@ -1,17 +1,19 @@
 """The second pass of the start-up check, under training conditions: training mode, gradients, a long flat row.
 
-Four rows of equal length go through the model, in two pairs that share a long prefix. Batched, they need no padding:
-this is the reference. In the flat batch, the losses of two rows are differentiated at a time, one from each pair, never
-neighbors on the flat axis. The first row of a pair is scored at all tokens, the second after the shared prefix. *Which*
-flat tokens get gradient is compared exactly, in any precision: they must be the same as for the row alone. Extra tokens
-are a leak, missing ones are forgotten context. The size of the gradients, compared within a tolerance, shows the rest:
-context that only some layers forget, wrong positions.
+Five rows of equal length go through the model: three share a long prefix, and two another. Batched, they need no
+padding: this is the reference. In the flat batch, the losses of at most two rows are differentiated at a time, one of
+each prefix, never neighbors on the flat axis. The first row of a prefix is scored at all tokens, others after it.
+*Which* flat tokens get gradient is compared exactly, in any precision: they must be the same as for the row alone.
+Extra tokens are a leak, missing ones are forgotten context. The size of the gradients, compared within a tolerance,
+shows the rest: context that only some layers forget, wrong positions.
+
+Then the rows come in a longer flat batch, between shorter ones and without sharing, see [`RowsInTraining._in_longer`].
 
 For a model that does not train, log-probabilities of these rows are compared, and nothing is differentiated.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cache
@@ -28,13 +30,22 @@ from ..model import architecture
 from ..model.flat_model import FlatModel
 from ..model.forward import is_pooled
 from . import probe
-from .comparison import HALF_DIGITS_FACTOR, NOISE_FACTOR, Values, Verdict, compare, relative_error
-from .training import as_in_training, as_it_answers, compared_parameters, frozen_layers_tried, raise_if_others_wait
+from .comparison import NOISE_FACTOR, Tried, Values, Verdict, compare, relative_error
+from .training import (
+    as_in_training,
+    as_it_answers,
+    compared_parameters,
+    frozen_layers_tried,
+    is_sharded,
+    raise_if_others_wait,
+)
 
 # Length of each row: enough for more than 256 flat tokens
 _LENGTH = 104
 # The rows whose losses are differentiated together
-_GROUPS = ([0, 2], [1, 3])
+_GROUPS = ([0, 2], [1, 4], [3])
+# By how much shorter the rows are that stand between the others on a longer flat row, and what its length divides by
+_SHORTER, _MULTIPLE = 8, 128
 # Configuration fields for how far a token sees that layers read when they are built: they cannot be narrowed later
 _BUILT_WITH = ("window_size", "sliding_window_size", "attention_window_size", "local_attention", "index_block_size",
                "index_topk_blocks", "indexer_budget", "block_size", "local_attention_window_len")  # fmt: skip
@@ -61,18 +72,22 @@ class Pass(NamedTuple):
     def of_rows(self) -> Values:
         return {f"gradients of row {i}": x for i, x in enumerate(self.at_tokens)}
 
+    def of_parameters(self) -> Values:
+        return self.of_weights
+
 
 class RowsInTraining:
     """
-    The reference for gradients: log-probabilities of four long rows in training mode, as a batch that needs no padding,
+    The reference for gradients: log-probabilities of five long rows in training mode, as a batch that needs no padding,
     and the gradients of their losses. With `trains=False`, only log-probabilities, in evaluation mode. `every_layer`
     says whether all layers run; by default, they do in small models. `scores_all` is for comparing flat batches with
-    each other: rows alone are not computed, and both rows of a pair are scored on their shared prefix, because in
-    narrow windows, the gradients of some tokens would otherwise nearly vanish.
+    each other: rows alone are not computed, and all rows of a prefix are scored on it, because in narrow windows, the
+    gradients of some tokens would otherwise nearly vanish.
     """
 
     unseen: tuple[str, ...] = ()  # why gradients at the embeddings cannot be compared
     without_limits = [1024]  # tokens that a flat row exceeds if the model has no such limit
+    differentiates = 2048  # longer flat rows are computed without gradients
 
     def __init__(
         self,
@@ -99,9 +114,10 @@ class RowsInTraining:
         self.position_limits = [limit for limit in positions if limit < longest_flat] or self.without_limits
         self.rows = probe.long_rows(model, self.length, draw)
         # Each token has its own weight in the losses; by default, a shared prefix counts in the first row only
-        self.weights = torch.from_numpy(np.random.default_rng(draw).uniform(0.5, 1.5, (4, self.length - 1)))
+        shape = len(self.rows), self.length - 1
+        self.weights = torch.from_numpy(np.random.default_rng(draw).uniform(0.5, 1.5, shape))
         if not scores_all:
-            self.weights[1::2, : int(self.length * probe.SHARED) - 1] = 0
+            self.weights[[*probe.CONTINUED], : int(self.length * probe.SHARED) - 1] = 0
         with self.in_training() as left_out, frozen_layers_tried(model) as self.lost:  # layers that block gradients
             self.parameters = compared_parameters(model) if trains else {}
             if not scores_all:
@@ -136,8 +152,10 @@ class RowsInTraining:
         with self.model.get_input_embeddings().register_forward_hook(watch):
             yield outputs
 
-    def differentiate(self, inputs: Inputs, rows: Sequence[int] = (0, 1, 2, 3)) -> Pass:
-        """What the model computes for all rows, and the gradients of the losses of some."""
+    def differentiate(
+        self, inputs: Inputs, rows: Sequence[int] | None = None, weights: torch.Tensor | None = None
+    ) -> Pass:
+        """What the model computes for all rows, and the gradients of the losses of some, by default of all."""
         if not self.trains:
             return Pass(self.answers(inputs).double().cpu(), torch.empty(0), {})
         batch: FlatBatch | None = inputs.get("flat_batch")
@@ -154,19 +172,22 @@ class RowsInTraining:
             if batch is not None and 1 < len(batch.schedule.cuts) <= len(embedded) + 1:
                 sizes = np.diff(batch.schedule.cuts).tolist()
             pieces = embedded[-len(sizes) :]
-            loss = (log_probs * self.weights.to(log_probs))[[*rows]].sum() * scale
-            if batch and not loss.requires_grad:  # detached, or computed under `no_grad`
-                loss = 0.0 * pieces[0].sum()
-            # Within the context, since slices are computed again in the backward pass
-            found = torch.autograd.grad(loss, [*pieces, *parameters], allow_unused=True)
-        filled = [torch.zeros_like(x) if y is None else y for x, y in zip(pieces, found, strict=False)]
-        at_tokens = torch.cat([x[:, :size] for x, size in zip(filled, sizes, strict=True)], 1)
-        gradients: Sequence[torch.Tensor | None] = [at_tokens, *found[len(sizes) :]]
-        if batch is not None and (group := FlatModel.group_of(self.model)) is not None:
-            gradients = group.whole_gradients([at_tokens, *parameters], gradients, batch)
-        at_tokens, *others = [torch.zeros(()) if x is None else x.detach() for x in gradients]
-        names = (f"gradients of `{name}`" for name in self.parameters)
-        of_weights = {name: _sketch(x).cpu() for name, x in zip(names, others, strict=True)}
+            # Training differentiates outside of autocast, too. Within `watched`, since slices are computed again
+            with probe.outside_autocast(self.model):
+                weighted = log_probs * (self.weights if weights is None else weights).to(log_probs)
+                loss = weighted[slice(None) if rows is None else [*rows]].sum() * scale
+                if batch and not loss.requires_grad:  # detached, or computed under `no_grad`
+                    loss = 0.0 * pieces[0].sum()
+                found = torch.autograd.grad(loss, [*pieces, *parameters], allow_unused=True)
+        with probe.outside_autocast(self.model):
+            filled = [torch.zeros_like(x) if y is None else y for x, y in zip(pieces, found, strict=False)]
+            at_tokens = torch.cat([x[:, :size] for x, size in zip(filled, sizes, strict=True)], 1)
+            gradients: Sequence[torch.Tensor | None] = [at_tokens, *found[len(sizes) :]]
+            if batch is not None and (group := FlatModel.group_of(self.model)) is not None:
+                gradients = group.whole_gradients([at_tokens, *parameters], gradients, batch)
+            at_tokens, *others = [torch.zeros(()) if x is None else x.detach() for x in gradients]
+            names = (f"gradients of `{name}`" for name in self.parameters)
+            of_weights = {name: _sketch(x).cpu() for name, x in zip(names, others, strict=True)}
         return Pass(log_probs.detach().double().cpu(), at_tokens.double().cpu(), of_weights)
 
     def compare(self, prefix_sharing: bool, size: int | None = None, is_compiled: bool = False) -> Verdict:
@@ -185,10 +206,13 @@ class RowsInTraining:
         def in_rows(passes: list[Pass]) -> Pass:
             if not self.trains:
                 return passes[0]
-            found = [passes[i % 2].at_tokens[0, places] for i, places in enumerate(index)]
+            of_row = {row: found.at_tokens for rows, found in zip(_GROUPS, passes, strict=True) for row in rows}
+            found = [of_row[i][0, places] for i, places in enumerate(index)]
             of_rows = self.alone.at_tokens if self.unseen else torch.stack(found)
-            one, other = (each.of_weights for each in passes)
-            return Pass(passes[0].log_probs, of_rows, {name: x + other[name] for name, x in one.items()})
+            of_weights = {
+                name: torch.stack([x.of_weights[name] for x in passes]).sum(0) for name in passes[0].of_weights
+            }
+            return Pass(passes[0].log_probs, of_rows, of_weights)
 
         passes = in_groups()
         is_random = relative_error(passes[-1].log_probs, passes[0].log_probs) > self.unit
@@ -199,45 +223,103 @@ class RowsInTraining:
             with torch.compiler.set_stance("default" if is_compiled else "force_eager"):
                 passes = in_groups()
         if not expected.at_tokens.isfinite().all():
-            return Verdict(skipped="those of a row alone are not finite")
+            named = probe.not_finite(self.model)
+            return Verdict(skipped=f"those of a row alone are not finite{f': {named}' * bool(named)}")
         for rows, found in zip(_GROUPS if self.trains and not self.unseen else (), passes, strict=False):
-            if failure := _wrong_tokens(found.at_tokens, expected.at_tokens, index, rows):
+            if failure := _wrong_tokens(found.at_tokens, dict(enumerate(expected.at_tokens)), index, rows):
                 return Verdict(failure=failure)
         flat = in_rows(passes)
-        if is_first and (failure := self._beyond_positions(batch.counts.computed, is_random)):
-            return Verdict(failure=failure)
+        verdicts, tried = [], Tried(len(self.rows), self.length, batch.counts.computed)
+        # The rows above exceed lower limits. For models that draw at random, only errors that they raise tell
+        for limit in [x for x in self.position_limits if x >= tried.length] if is_first else ():
+            longer = self._in_longer(limit, is_random)
+            if longer.failure:
+                return longer
+            verdicts.append(longer)
+            tried = longer.tried or tried
         if is_random:
             return Verdict(
                 skipped="it draws at random in training, or keeps something of earlier calls (no gradient reaches "
                 "another row)",
                 notes=self.notes,
             )
-
-        def beside(values: Callable[[Pass], Values], **options: Any) -> Verdict:
-            return compare(values(expected), values(flat), lambda: values(self.noise()), self.unit, **options)
-
-        verdicts = [beside(Pass.of_rows), beside(lambda x: x.of_weights, of_parameters=True)] if self.trains else []
+        if self.trains:
+            verdicts += [self._beside(Pass.of_rows, expected, flat)]
+            verdicts += [self._beside(Pass.of_parameters, expected, flat, of_parameters=True)]
         if not self.trains or not is_first:
             # A pooled head gives one number per row: with so few, noise may be near zero by chance
             least = max(NOISE_FACTOR * self.unit * (NOISE_FACTOR if is_pooled(self.model) else 1), _LEAST_MISTAKE)
             if not is_first and vars(self.model).get("is_quantized"):
                 least = math.inf  # for the few tokens of a slice, some use kernels that round more
-            verdicts.append(beside(Pass.answers, least=least))
-        worst = max(verdicts, key=lambda x: (math.isnan(x.error), x.error / x.tolerance))
-        return replace(worst, notes=(*self.notes, *self.unseen))
+            verdicts.append(self._beside(Pass.answers, expected, flat, least=least))
+        notes = dict.fromkeys(note for each in verdicts for note in each.notes)
+        return replace(_worst(verdicts), notes=(*self.notes, *self.unseen, *notes), tried=tried)
 
-    def _beyond_positions(self, computed: int, is_random: bool) -> str:
-        """What is wrong with a flat row that exceeds the model's position limits, in words; empty if nothing is."""
-        for limit in self.position_limits:
-            if limit < computed:  # the check's flat row was longer already
+    def _beside(self, values: Callable[[Pass], Values], expected: Pass, found: Pass, **options: Any) -> Verdict:
+        return compare(values(expected), values(found), lambda: values(self.noise()), self.unit, **options)
+
+    def _in_longer(self, limit: int, is_random: bool) -> Verdict:
+        """
+        Compare a flat batch of more than `limit` tokens with the rows alone. It has no shared prefixes, and in turns
+        whole rows and short ones, which are cut from them. It comes in two orders of the same shape, so that nothing
+        can be kept for a shape. In the first order, each row is differentiated once, and never two neighbors.
+        """
+        number, is_whole = len(self.rows), is_pooled(self.model)  # whose answers are those at the end of a row
+        short = self.length if is_whole else self.length // _SHORTER
+        copies = limit // (number * (self.length + short)) + 1
+        pairs = [((i, self.length), ((i + 1) % number, short)) for i in range(number)] * copies
+        cuts = [cut for pair in pairs for cut in pair]
+        missing = 0 if is_whole else -sum(n for _, n in cuts) % _MULTIPLE
+        cuts += [(0, n) for n in (missing // 2, missing - missing // 2) if n > 1]
+        scored = [2 * (i % copies * number + i) for i in range(number)]
+        tried = Tried(len(cuts), self.length, sum(n for _, n in cuts))
+        where = f"a flat row of more than {limit} tokens"
+        verdicts, notes = list[Verdict](), self.notes[:0]
+        is_low = self.unit > torch.finfo(torch.float32).eps
+        least = math.inf if is_low else max(NOISE_FACTOR * self.unit, _LEAST_MISTAKE)
+        for order in (cuts, cuts[::-1]):
+
+            def answers(log_probs: torch.Tensor, order: Sequence[tuple[int, int]] = order) -> Values:
+                return {f"answers on {where}": torch.cat([log_probs[i, : n - 1] for i, n in order])}
+
+            inputs = probe.row_inputs(self.model, [self.rows[i][:n] for i, n in order], prefix_sharing=False)
+            found = None
+            if order is cuts and self.trains and limit <= self.differentiates:
+                try:
+                    weights = torch.zeros(len(cuts), self.length - 1, dtype=self.weights.dtype)
+                    weights[scored] = self.weights
+                    found = self.differentiate(inputs, weights=weights)
+                except torch.OutOfMemoryError:
+                    if FlatModel.group_of(self.model) is not None or is_sharded(self.model):
+                        raise  # the others wait
+                    notes = (f"gradients of {where} were not compared, for lack of memory",)
+            if found is None:
+                with torch.no_grad():
+                    log_probs = self.answers(inputs).double().cpu()
+            else:
+                log_probs, index = found.log_probs, inputs["flat_batch"].row_index.cpu()
+                alone = dict(zip(scored, self.alone.at_tokens, strict=True))
+                if failure := _wrong_tokens(found.at_tokens, alone, index, scored):
+                    return Verdict(failure=f"{failure}, in {where}")
+            if is_random:
                 continue
-            copies = limit // (len(self.rows) * self.length) + 1
-            with torch.no_grad():
-                answers = self.answers(probe.row_inputs(self.model, self.rows * copies, prefix_sharing=False))
-            wrong = relative_error(answers.double().cpu(), self.alone.log_probs.repeat(copies, 1))
-            if not is_random and not wrong <= HALF_DIGITS_FACTOR * self.unit**0.5:
-                return f"a flat row of more than {limit} tokens is wrong by {wrong:.1e}"
-        return ""
+            flat = {f"answers on {where}": torch.cat([x[: n - 1] for x, (_, n) in zip(log_probs, order, strict=True)])}
+            noise = cache(lambda answers=answers: answers(self.noise().log_probs))
+            verdicts.append(compare(answers(self.alone.log_probs), flat, noise, self.unit, least=least))
+            if not verdicts[-1].passed:
+                return Verdict(failure=f"{where} is wrong by {verdicts[-1].error:.1e}")
+            if found is not None:
+                found = found._replace(at_tokens=found.at_tokens[0, index[scored]])
+                verdicts += [
+                    replace(verdict, worst=f"{verdict.worst}, in {where},")
+                    for verdict in (
+                        self._beside(Pass.of_rows, self.alone, found),
+                        self._beside(Pass.of_parameters, self.alone, found, of_parameters=True),
+                    )
+                ]
+        if is_random:
+            return Verdict(skipped="it draws at random", tried=tried)
+        return replace(_worst(verdicts), notes=notes, tried=tried)
 
 
 InTraining = Callable[[], RowsInTraining]  # called only when gradients are compared
@@ -257,6 +339,8 @@ def check_gradients(in_training: InTraining, prefix_sharing: bool) -> Verdict:
             'trained through, such as `dtype="bfloat16"` or bitsandbytes',
             unmendable=True,
         )
+    if reference.trains and not reference.alone.at_tokens.any():
+        return Verdict(failure=_without_effect(reference.model), unmendable=True)
     try:
         with reference.in_training():
             return reference.compare(prefix_sharing)
@@ -265,10 +349,25 @@ def check_gradients(in_training: InTraining, prefix_sharing: bool) -> Verdict:
         return Verdict(failure=f"{type(error).__name__}: {error}", raised=True)
 
 
-def _wrong_tokens(flat: torch.Tensor, alone: torch.Tensor, index: torch.Tensor, rows: list[int]) -> str:
+def _without_effect(model: PreTrainedModel) -> str:
+    """Why answers do not depend on the input, in words: frozen weights may be zero."""
+    zeros = [f"`{name}`" for name, p in model.named_parameters() if not p.requires_grad and not p.any()]
+    zeros = [name for name in zeros if not name.endswith("bias`")]
+    because = f": {', '.join(zeros[:3])}, which {'is' if len(zeros) == 1 else 'are'} frozen, hold nothing but zeros"
+    return f"its answers do not depend on its input, so that nothing below them gets a gradient{because * bool(zeros)}"
+
+
+def _worst(verdicts: Sequence[Verdict]) -> Verdict:
+    """The verdict whose error is largest beside its tolerance."""
+    return max(verdicts, key=lambda x: (math.isnan(x.error), x.error / x.tolerance))
+
+
+def _wrong_tokens(
+    flat: torch.Tensor, alone: Mapping[int, torch.Tensor], index: torch.Tensor, rows: Sequence[int]
+) -> str:
     """
     Check which tokens get gradient from `rows`: what is wrong, in words; empty if nothing is. `flat` is `(1, T, D)`,
-    `alone` `(R, L, D)`, and `index` `(R, L)` holds the flat positions of each row's tokens.
+    `alone` has `(L, D)` of each of these rows, and `index` `(R, L)` holds the flat positions of each row's tokens.
     """
     if flat.size(1) <= index.max() or not flat.any():
         return "no gradient reaches its input embeddings, as if its answers were detached or computed under `no_grad`"

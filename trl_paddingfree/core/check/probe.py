@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,13 +16,17 @@ from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..model.architecture import classifies_rows
 from ..model.forward import is_pooled
 from ..model.mixers import mixers
-from ..model.restored import attributes_set, random_state_restored
-from .comparison import HALF_DIGITS_FACTOR, NOISE_FACTOR, root_mean_square
+from ..model.restored import attributes_set, local_part, random_state_restored
+from .comparison import HALF_DIGITS_FACTOR, NOISE_FACTOR, Tried, root_mean_square
 
 # The most that a row may move when other rows change, relative to the effect of its own context
 LEAK_FRACTION = 0.1
-# Length of the prefix that two long rows share, relative to a row
+# Length of the prefix that long rows share, relative to a row
 SHARED = 0.75
+# Of the long rows, those that continue the prefix of an earlier one
+CONTINUED = {1: 0, 3: 0, 4: 2}
+# Length to which two short rows are cut
+_EQUAL = 12
 # How many tokens replace the first of a row in turn, to measure the effect of context: a single one may have the same
 # embedding, if both were added to the vocabulary and are not trained yet
 _STAND_INS = 8
@@ -90,36 +94,58 @@ def as_tried(model: torch.nn.Module) -> Iterator[None]:
         yield
 
 
+def tried_tokens(model: PreTrainedModel) -> np.ndarray:
+    """
+    The ids that rows are drawn from. Not the padding token, whose embedding is zero in many models: norms amplify its
+    gradient, and the rounding in it. Nor placeholders for images and the like, which a model may replace before it
+    embeds tokens, nor tokens whose embeddings hold NaN or infinity: data may never use these.
+    """
+    embeddings: Any = model.get_input_embeddings()
+    unlike = [vars(embeddings).get("padding_idx"), *map(vars(model.config).get, _PLACEHOLDERS)]
+    ids = np.arange(model.config.get_text_config().vocab_size)
+    weight = vars(embeddings).get("_parameters", {}).get("weight")
+    # All processes must draw alike, and see only their own part of a sharded weight
+    if weight is not None and local_part(weight) is weight and weight.ndim == 2 and weight.dtype.itemsize > 1:
+        largest = torch.linalg.vector_norm(weight.detach(), torch.inf, dim=1)  # of each token
+        unlike += (~largest.isfinite()).nonzero().flatten().tolist()
+    kept = ids[~np.isin(ids, [x for x in unlike if x is not None])]
+    return kept if len(kept) else ids
+
+
+def not_finite(model: torch.nn.Module) -> str:
+    """The names of parameters that hold NaN or infinity, in words; empty if none does."""
+    names = [f"`{name}`" for name, p in model.named_parameters() if not local_part(p.detach()).isfinite().all()]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more} hold{'s' * (len(names) == 1)} NaN or infinity" if names else ""
+
+
 def check_rows(vocab_size: int, draw: int) -> list[np.ndarray]:
-    """Four random rows: two of them share a prompt, every length is different, the shortest is two tokens."""
+    """Five random rows: three of them share a prompt, every length is different, the shortest is two tokens."""
     rng = np.random.default_rng(draw)  # not the global one, whose state belongs to the training
 
     def tokens(n):
         return rng.integers(0, vocab_size, n)
 
     prompt = tokens(9)
-    rows = [np.append(prompt, tokens(7)), tokens(2), np.append(prompt, tokens(4)), tokens(13)]
+    first, third, fifth = (np.append(prompt, tokens(n)) for n in (7, 4, 5))
     # Completions differ from their first token on, and so do prompts, even after [`RowsAlone.changed`] replaces tokens
-    rows[2][9] = (rows[0][9] + 2) % vocab_size
-    rows[1][0], rows[3][0] = (rows[0][0] + 2) % vocab_size, (rows[0][0] + 4) % vocab_size
-    return rows
+    third[9], fifth[9] = (first[9] + 2) % vocab_size, (first[9] + 4) % vocab_size
+    second, fourth = tokens(2), tokens(12)
+    second[0], fourth[0] = (first[0] + 2) % vocab_size, (first[0] + 4) % vocab_size
+    return [first, second, third, fourth, fifth]
 
 
 def long_rows(model: PreTrainedModel, length: int, draw: int) -> list[np.ndarray]:
     """
-    Four rows of `length` tokens; the first and second share a prefix, the third and fourth another. No token is the
-    padding token, whose embedding is zero in many models: norms amplify its gradient, and the rounding in it. Nor is
-    any a placeholder for images and the like, which a model may replace before it embeds tokens.
+    Five rows of `length` tokens: the second and fourth continue a prefix of the first, the fifth one of the third.
     """
-    vocab_size, shared = model.config.get_text_config().vocab_size, int(length * SHARED)
-    first, second, third, fourth = np.random.default_rng(draw).integers(0, vocab_size, (4, length))
-    third[0] = (first[0] + 2) % vocab_size
-    for row, continued in ((second, first), (fourth, third)):
-        row[:shared] = continued[:shared]
-        row[shared] = (continued[shared] + 2) % vocab_size
-    unlike = [vars(model.get_input_embeddings()).get("padding_idx"), *map(vars(model.config).get, _PLACEHOLDERS)]
-    others = np.array([x for x in range(vocab_size) if x not in unlike])
-    return [np.where(np.isin(row, others), row, others[row % len(others)]) for row in (first, second, third, fourth)]
+    tokens, shared = tried_tokens(model), int(length * SHARED)
+    rows = np.random.default_rng(draw).integers(0, len(tokens), (5, length))
+    rows[2][0] = (rows[0][0] + 2) % len(tokens)
+    for number, (row, continued) in enumerate(CONTINUED.items()):
+        rows[row][:shared] = rows[continued][:shared]
+        rows[row][shared] = (rows[continued][shared] + 2 + number) % len(tokens)
+    return [*tokens[rows]]
 
 
 def row_inputs(model: PreTrainedModel, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> Inputs:
@@ -176,8 +202,9 @@ class RowsAlone:
     def __init__(self, model: PreTrainedModel, call: Call | None = None, draw: int = 0, trying: Trying | None = None):
         self.model, self.call = model, model if call is None else call
         self.trying = trying or partial(as_tried, model)
-        self.vocab_size = model.config.get_text_config().vocab_size
-        self.rows: Rows = check_rows(self.vocab_size, draw)
+        self.tokens = tried_tokens(model)
+        self.vocab_size = len(self.tokens)
+        self.rows: Rows = check_rows(self.vocab_size, draw)  # as indices into `tokens`
         with self.trying():
             self.alone = [self.answers([row])[0] for row in self.rows]
             longest = max(map(len, self.rows))
@@ -221,6 +248,7 @@ class RowsAlone:
 
     def answers(self, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> Answers:
         """Log-probabilities of each row's tokens but the first, or a pooled head's answers to all its prefixes."""
+        rows = [self.tokens[row] for row in rows]
         if is_pooled(self.model):
             prefixes = [row[:end] for row in rows for end in range(1, len(row) + 1)]
             logits = self.call(**row_inputs(self.model, prefixes, width, prefix_sharing)).logits.double().cpu()
@@ -233,11 +261,37 @@ class RowsAlone:
 
     def changed(self) -> Variants:
         """Variants of the rows with other tokens in some of them."""
-        a, b, c, d = self.rows
+        a, b, c, d, e = self.rows
+
+        def ending(row):
+            return np.append(row[:9], self._replaced(row[9:]))
+
         return [
-            ([a, self._replaced(b), np.append(c[:9], self._replaced(c[9:])), d], [0, 3]),
-            ([np.append(a[:9], self._replaced(a[9:])), self._replaced(b), c, d], [2, 3]),
+            ([a, self._replaced(b), ending(c), d, ending(e)], [0, 3]),
+            ([ending(a), self._replaced(b), c, d, e], [2, 3, 4]),
         ]
+
+    @property
+    def tried(self) -> Tried | None:
+        """The size of a flat batch of these rows."""
+        return Tried(len(self.rows), max(map(len, self.rows)), sum(map(len, self.rows)))
+
+    def cut(self) -> Iterable[tuple[Rows, Answers]]:
+        """Two rows cut to equal length, and the answers to them: those to the whole rows, as far as they reach."""
+        per_token, first = (len(self.alone[0]) // len(self.rows[0]), 0) if is_pooled(self.model) else (1, 1)
+        expected = [self.alone[i][: (_EQUAL - first) * per_token] for i in (0, 3)]
+        yield [self.rows[i][:_EQUAL] for i in (0, 3)], expected
+
+
+@contextmanager
+def outside_autocast(model: PreTrainedModel) -> Iterator[None]:
+    """Within this context, the check computes what is its own: only models compute under autocast."""
+    accelerator = torch.accelerator.current_accelerator()
+    with ExitStack() as contexts:
+        for kind in {"cpu", model.device.type, accelerator.type if accelerator else "cpu"}:
+            if kind != "meta" and torch.is_autocast_enabled(kind):
+                contexts.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def compute_dtype(model: PreTrainedModel) -> torch.dtype:

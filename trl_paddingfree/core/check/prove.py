@@ -27,9 +27,9 @@ from ..model.flat_model import FlatModel
 from ..model.masks import NOT_ATTENTION
 from ..model.mixers import mixers
 from ..model.routes import Route, routes_to_try
-from .comparison import Verdict, root_mean_square
+from .comparison import Tried, Verdict, root_mean_square
 from .gradients import InTraining, RowsInTraining, check_gradients
-from .probe import Call, RowsAlone, rounding_unit
+from .probe import Call, RowsAlone, not_finite, rounding_unit
 from .training import raise_if_others_wait
 
 # In low precision, rounding may send a token to another expert, flat but not padded: a large error, but no mistake. It
@@ -58,6 +58,8 @@ class CheckResult:
             The error that the model raised instead of an answer; empty if it answered.
         gradients (`Verdict`, *optional*):
             What the pass with gradients found; `None` if there was none.
+        tried (`Tried`, *optional*):
+            The largest flat batch that was compared; `None` if it has no rows of text.
 
     >>> from trl_paddingfree import CheckResult
     >>> from trl_paddingfree.core.model.routes import Route
@@ -76,6 +78,7 @@ class CheckResult:
     leak_tolerance: float = 0.0
     failure: str = ""
     gradients: Verdict | None = None
+    tried: Tried | None = None
 
     @property
     def prefix_sharing(self) -> bool:
@@ -159,6 +162,11 @@ def compare_rows(
         try:
             flat = reference.answers(reference.rows, prefix_sharing=route.prefix_sharing)
             movements = [0.0]
+            errors = [reference.difference(flat, reference.alone)]
+            for rows, expected in reference.cut():
+                errors.append(
+                    reference.difference(reference.answers(rows, prefix_sharing=route.prefix_sharing), expected)
+                )
             for rows, staying in reference.changed():
                 changed = reference.answers(rows, prefix_sharing=route.prefix_sharing)
                 movements += [root_mean_square(changed[row] - flat[row]) for row in staying]
@@ -168,10 +176,12 @@ def compare_rows(
                 agree(False)  # processes whose model has answered call this below
             return CheckResult(route, failure=f"{type(error).__name__}: {error}")
     figures = (reference.noise, max(movements), reference.effect, reference.tolerance, reference.leak_tolerance)
-    result = CheckResult(route, reference.difference(flat, reference.alone), *figures)
+    largest = max(errors, key=lambda x: (math.isnan(x), x))
+    result = CheckResult(route, largest, *figures, tried=reference.tried)
     if not in_training or not agree(result.passed):
         return result
-    return replace(result, gradients=check_gradients(in_training, route.prefix_sharing))
+    gradients = check_gradients(in_training, route.prefix_sharing)
+    return replace(result, gradients=gradients, tried=gradients.tried or result.tried)
 
 
 def why_refused(model: PreTrainedModel, failed: list[CheckResult]) -> list[str]:
@@ -227,6 +237,16 @@ class UnprovenModelError(ValueError):
     """
 
 
+def refuse_infinite(model: PreTrainedModel, reference: RowsAlone) -> None:
+    """Refuse a model whose answers to rows alone are not finite: no way to compute them can tell anything."""
+    if not all(x.isfinite().all() for x in reference.alone):
+        named = not_finite(model) or "no weight does, so it comes from its arithmetic: try another `dtype`"
+        raise UnprovenModelError(
+            f"{type(model).__name__} cannot be trained as it is loaded, with padding either: its answers to a row "
+            f"alone hold NaN or infinity, and {named}."
+        )
+
+
 def draws_of(model: PreTrainedModel) -> int:
     """How many draws of rows to try before a model counts as inexact."""
     return 1 if rounding_unit(model) <= torch.finfo(torch.float32).eps else DRAWS_IN_LOW_PRECISION
@@ -276,6 +296,7 @@ def prove(
         for draw in range(draws):
             again = f" (draw {draw + 1} of at most {draws})" if draw else ""
             tell(f"{candidate}: short rows alone and flat, then {'gradients of ' * trains}long ones{again}")
+            refuse_infinite(model, reference(draw))
             trained = None if no_gradients else partial(in_training, draw)
             result = check_flat(model, candidate, reference(draw), trained, agree)
             if agree(result.passed):

@@ -133,7 +133,9 @@ class StartUpCheck:
             results = self._results_of(models)
         seconds, said = time.perf_counter() - start, [proof.said for proof in self.proofs if proof.said]
         missing = dict.fromkeys(gap for result in results for gap in result.not_compared)
-        verdict = f"exact as far as it was compared: {'; '.join(missing)}" if missing else "exact on this model"
+        verdict = f"exact on {results[0].tried}"
+        if missing:
+            verdict += f", as far as it was compared: {'; '.join(missing)}"
         found = ", ".join([verdict, *said])
         self.say(f"Padding-free, {results[0].route}: {found} (checked in {seconds:.1f} s).")
         logger.info(f"The start-up check: {results[0]}.")
@@ -156,9 +158,8 @@ class StartUpCheck:
             with self.in_precision():
                 result = prove_slices(base, model, skipped=skipped, is_compiled=is_compiled, agree=self.all_agree)
             if trains:
-                verdict = "exact as far as it was compared" if result.not_compared else "exact on this model"
                 what = "Compiled layers" if is_compiled else "Slices within the budget"
-                self.say(f"{what}: {verdict} ({result}).")
+                self.say(f"{what}: {result.extent} ({result}).")
 
     def _results_of(self, models: Models) -> list[CheckResult]:
         """The results of the check, one per model: all with shared prefixes, or none."""
