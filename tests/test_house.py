@@ -43,11 +43,9 @@ CORE = {
 # Imports of capabilities that are still to be cut: nothing but the registry and the commands may name a capability
 TO_CUT = {
     "core/model": {"groups", "slices"},
-    "core/check": {"slices"},
     "core/trainers": {
-        "arranging", "budgets", "compiled", "data_checks", "groups", "resuming",
+        "arranging", "budgets", "data_checks", "groups", "resuming",
     },
-    "anywhere": {"compiled"},
     "budgets": {"groups", "slices"},
     "heads": {"data_checks"},
     "online": {"budgets"},

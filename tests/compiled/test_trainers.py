@@ -14,8 +14,9 @@ from tests.helpers.flat_and_padded import flat_model
 from tests.helpers.tiny import ADAPTERS, DATA, SEED, arguments, lora, make_model
 from tests.runs import ROUNDED, TOLERANCE, assert_same, make_trainer, run
 from trl_paddingfree import UnprovenModelError, padding_free
+from trl_paddingfree.compiled import layers as compiled_layers
 from trl_paddingfree.compiled.layers import compile_layers
-from trl_paddingfree.core.check.again import prove_slices
+from trl_paddingfree.core.check.again import prove_again
 from trl_paddingfree.core.model.architecture import recomputable_layers
 from trl_paddingfree.core.model.flat_model import FlatModel
 
@@ -147,7 +148,7 @@ def test_compiled_code_that_computes_something_else_is_refused(skipped):
     model = make_model()
     compile_layers(flat_model(model), {"backend": wrong})
     with pytest.raises(UnprovenModelError, match="flat batches by compiled code differently from eager ones"):
-        prove_slices(model, skipped=skipped, is_compiled=True)
+        prove_again(model, vary=compiled_layers.COMPILED, skipped=skipped)
 
 
 def test_padding_free_compiles_flat_calls(monkeypatch):

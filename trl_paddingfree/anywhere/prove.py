@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import torch
 from transformers.utils import logging
 
-from ..compiled.layers import compile_layers
+from ..capabilities import module_of, needed
 from ..core import upstream
-from ..core.check.again import prove_slices
+from ..core.check.again import prove_again
 from ..core.check.comparison import HALF_DIGITS_FACTOR, relative_error, root_mean_square
 from ..core.check.probe import (
     as_tried,
@@ -85,6 +85,9 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True, 
         raise ValueError(f"{reason}, or leave the call of `padding_free` out.")
     if base.base_model is base and base.get_output_embeddings() is None:
         raise ValueError(f"{type(base).__name__} is a backbone: call `padding_free` with the model that has a head.")
+    folder = "compiled", "layers"
+    compiled = needed(*folder, "`torch_compile=True`") if torch_compile else module_of(*folder)
+    compile_layers = (lambda *_: None) if compiled is None else compiled.compile_layers
     start = time.perf_counter()
     route = choose_route(base, prefix_sharing=prefix_sharing, dtype=compute_dtype(base))
     before = upstream.attn_implementation(base)
@@ -103,7 +106,7 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True, 
                 call.try_calls(result.tolerance)
             compile_layers(flat, {} if torch_compile else None)
             if torch_compile:
-                prove_slices(base, call, is_compiled=True)
+                prove_again(base, call, vary=compiled.COMPILED)
     except BaseException as error:
         calls.remove()
         compile_layers(flat, None)

@@ -5,15 +5,19 @@ batch, such as generation, stay eager, and so does attention, whose layout chang
 """
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+from accelerate.utils import TorchDynamoPlugin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from ..core import upstream
+from ..core.check.again import Variation
+from ..core.flat.batch import FlatBatch
 from ..core.model.architecture import recomputable_layers
 from ..core.model.flat_model import FlatModel
 from ..core.model.masks import ATTENTION_BACKENDS, FlatMask
@@ -28,14 +32,27 @@ CompilerOptions: TypeAlias = dict[str, Any]
 _MOST_VARIANTS = 64
 
 
-def taken_from(accelerator: Accelerator) -> CompilerOptions | None:
+@contextmanager
+def _compiling(batch: FlatBatch) -> Iterator[FlatBatch]:
+    with torch.compiler.set_stance("default"):  # the check computes by eager code otherwise
+        yield batch
+
+
+COMPILED = Variation(
+    name="Compiled layers",
+    differs="flat batches by compiled code differently from eager ones",
+    options="`torch_compile`",
+    vary=_compiling,
+    narrows=False,  # narrowed windows would be compiled separately
+)
+
+
+def taken_from(accelerator: Accelerator) -> CompilerOptions:
     """
-    The compiler options that an `accelerator` got from `torch_compile=True` or its launcher; `None` if it got none.
-    Turns its own compilation off, which would compile the whole model, in pieces.
+    The compiler options that an `accelerator` got from `torch_compile=True` or its launcher. Turns its own compilation
+    off, which would compile the whole model, in pieces.
     """
     plugin = accelerator.state.dynamo_plugin
-    if plugin.backend == DynamoBackend.NO:
-        return None
     accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend="no")
     given = plugin.to_kwargs()
     return {name: given[name] for name in ("backend", "mode", "options") if given.get(name) is not None}

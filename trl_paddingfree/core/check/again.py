@@ -1,68 +1,72 @@
-"""The start-up check of slices and of compiled code: a flat batch against the same one computed whole and eager."""
+"""The start-up check of other ways to compute a flat batch, each against the same batch, whole and by eager code."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
 
 from ..model.flat_model import FlatModel
 from . import probe
 from .comparison import Verdict
-from .gradients import RowsInTraining
+from .gradients import RowsInTraining, Vary
 from .prove import Agree, UnprovenModelError, draws_of
 
-# Tokens of a slice: with these, some cuts lie within prefixes, and some within what follows them
-_SIZE = 45
+
+@dataclass(frozen=True)
+class Variation:
+    """Another way to compute flat batches, by options that ask for it. Slices and compiled layers are such ways."""
+
+    name: str  # begins a sentence
+    differs: str  # what a model does that is refused
+    options: str
+    vary: Vary
+    narrows: bool = True  # whether windows shorter than the rows are tried
+    serves: Callable[[FlatModel], bool] = lambda flat_model: True  # whether a model is ever computed this way
 
 
-def check_slices(
+def check_again(
     model: PreTrainedModel,
     call: probe.Call | None = None,
     *,
+    vary: Variation,
     skipped: str = "",
     draw: int = 0,
-    is_compiled: bool = False,
 ) -> Verdict:
     """
-    Compute a flat batch whole and in slices, with windows shorter than its rows, and compare the two. With
-    `is_compiled`, compare eager and compiled code on the whole batch instead. Leaves the model as it was.
+    Compute a flat batch as it is and in another way, and compare the two. Leaves the model as it was.
 
     `call` is called in place of `model`: the same model under a wrapper. `skipped` says why no gradients are compared;
     if given, nothing is differentiated. Each `draw` has other rows.
     """
     flat = FlatModel.of(model)
     assert flat is not None
-    # Narrowed windows would be compiled separately
-    with nullcontext() if is_compiled else probe.narrowed(model):
+    with probe.narrowed(model) if vary.narrows else nullcontext():
         reference = RowsInTraining(model, call, draw, trains=not skipped, scores_all=True)
         with reference.in_training():
-            size = None if is_compiled else min(_SIZE, reference.length)
-            found = reference.compare(flat.route.prefix_sharing, size, is_compiled)
+            found = reference.compare(flat.route.prefix_sharing, vary.vary)
     missing = f"gradients were not compared, because {skipped}"
     return replace(found, notes=(missing, *found.notes)) if skipped else found
 
 
-def prove_slices(
+def prove_again(
     model: PreTrainedModel,
     call: probe.Call | None = None,
     *,
+    vary: Variation,
     skipped: str = "",
-    is_compiled: bool = False,
     agree: Agree = bool,
 ) -> Verdict:
     """
-    What [`check_slices`] finds in the first of a few draws that passes on all processes, as `agree` tells.
+    What [`check_again`] finds in the first of a few draws that passes on all processes, as `agree` tells.
 
     Raises:
         [`UnprovenModelError`]: If no draw passes.
     """
     for draw in range(draws_of(model)):
-        found = check_slices(model, call, skipped=skipped, draw=draw, is_compiled=is_compiled)
+        found = check_again(model, call, vary=vary, skipped=skipped, draw=draw)
         if agree(found.passed):
             return found
-    how, options = "slices of a flat batch differently from the whole", "`max_tokens_per_micro_batch`, `memory_budget`"
-    if is_compiled:
-        how, options = "flat batches by compiled code differently from eager ones", "`torch_compile`"
     raise UnprovenModelError(
-        f"{type(model).__name__} computes {how} ({found}): training would be wrong. Leave {options} out."
+        f"{type(model).__name__} computes {vary.differs} ({found}): training would be wrong. Leave {vary.options} out."
     )

@@ -23,9 +23,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ...slices.axis import cut_by_size
 from ..flat.batch import FlatBatch, Inputs
-from ..flat.schedule import Schedule
 from ..model import architecture
 from ..model.flat_model import FlatModel
 from ..model.forward import is_pooled
@@ -57,6 +55,9 @@ _NEGLIGIBLE = torch.finfo(torch.float32).eps ** 2
 _WHOLE = 2**18
 # Least relative tolerance of answers: rounding in float32 stays below it, forgotten or misplaced context does not
 _LEAST_MISTAKE = 1e-5
+
+# Gives another way to compute a flat batch, within its context: another batch, or the same one by other code
+Vary = Callable[[FlatBatch], AbstractContextManager[FlatBatch]]
 
 
 class Pass(NamedTuple):
@@ -190,15 +191,14 @@ class RowsInTraining:
             of_weights = {name: _sketch(x).cpu() for name, x in zip(names, others, strict=True)}
         return Pass(log_probs.detach().double().cpu(), at_tokens.double().cpu(), of_weights)
 
-    def compare(self, prefix_sharing: bool, size: int | None = None, is_compiled: bool = False) -> Verdict:
+    def compare(self, prefix_sharing: bool, vary: Vary | None = None) -> Verdict:
         """
-        Compare the flat batch of these rows, on the installed route, with the rows alone. In slices of at most `size`
-        tokens, or in compiled code, compare it with the whole flat batch in eager code instead, answers as well as
-        gradients.
+        Compare the flat batch of these rows, on the installed route, with the rows alone. With `vary`, compare what
+        that makes of the batch with the batch as it is instead, answers as well as gradients.
         """
         inputs = probe.row_inputs(self.model, self.rows, prefix_sharing=prefix_sharing)
         batch: FlatBatch = inputs["flat_batch"]
-        index, is_first = batch.row_index.cpu(), size is None and not is_compiled
+        index = batch.row_index.cpu()
 
         def in_groups() -> list[Pass]:
             return [self.differentiate(inputs, rows) for rows in (_GROUPS if self.trains else _GROUPS[:1])]
@@ -216,11 +216,11 @@ class RowsInTraining:
 
         passes = in_groups()
         is_random = relative_error(passes[-1].log_probs, passes[0].log_probs) > self.unit
-        expected = self.alone if is_first else in_rows(passes)
-        if not is_first:
-            if size is not None:
-                inputs["flat_batch"] = replace(batch, schedule=Schedule(cut_by_size(batch.layout.segments, size)))
-            with torch.compiler.set_stance("default" if is_compiled else "force_eager"):
+        if vary is None:
+            expected = self.alone
+        else:
+            expected = in_rows(passes)
+            with vary(batch) as inputs["flat_batch"]:
                 passes = in_groups()
         if not expected.at_tokens.isfinite().all():
             named = probe.not_finite(self.model)
@@ -231,7 +231,7 @@ class RowsInTraining:
         flat = in_rows(passes)
         verdicts, tried = [], Tried(len(self.rows), self.length, batch.counts.computed)
         # The rows above exceed lower limits. For models that draw at random, only errors that they raise tell
-        for limit in [x for x in self.position_limits if x >= tried.length] if is_first else ():
+        for limit in [x for x in self.position_limits if x >= tried.length] if vary is None else ():
             longer = self._in_longer(limit, is_random)
             if longer.failure:
                 return longer
@@ -246,10 +246,10 @@ class RowsInTraining:
         if self.trains:
             verdicts += [self._beside(Pass.of_rows, expected, flat)]
             verdicts += [self._beside(Pass.of_parameters, expected, flat, of_parameters=True)]
-        if not self.trains or not is_first:
+        if not self.trains or vary is not None:
             # A pooled head gives one number per row: with so few, noise may be near zero by chance
             least = max(NOISE_FACTOR * self.unit * (NOISE_FACTOR if is_pooled(self.model) else 1), _LEAST_MISTAKE)
-            if not is_first and vars(self.model).get("is_quantized"):
+            if vary is not None and vars(self.model).get("is_quantized"):
                 least = math.inf  # for the few tokens of a slice, some use kernels that round more
             verdicts.append(self._beside(Pass.answers, expected, flat, least=least))
         notes = dict.fromkeys(note for each in verdicts for note in each.notes)

@@ -1,7 +1,8 @@
-"""Which engines shard weights or gradients, so that processes must compute the same passes."""
+"""What an accelerator says of its engine: whether it shards, so that processes must compute the same passes."""
 
 import torch
 from accelerate import Accelerator, DistributedType
+from accelerate.utils import DynamoBackend
 from peft import PeftModel
 from transformers import PreTrainedModel
 
@@ -23,6 +24,11 @@ def adds_up_shards(accelerator: Accelerator) -> bool:
         return False
     plugin = accelerator.state.fsdp_plugin
     return plugin.fsdp_version > 1 or not plugin.cpu_offload.offload_params
+
+
+def wants_compiled(accelerator: Accelerator) -> bool:
+    """Whether `torch_compile=True` or the launcher asks for compiled code."""
+    return accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
 
 
 def base_of(accelerator: Accelerator, model: torch.nn.Module) -> PreTrainedModel:

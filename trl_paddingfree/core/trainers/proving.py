@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from ...groups.sequence import SequenceGroup
 from .. import upstream
-from ..check.again import prove_slices
+from ..check.again import Variation, prove_again
 from ..check.progress import announced_after
 from ..check.prove import CheckResult, UnprovenModelError, prove
 from ..check.training import OthersWaitError, raise_if_weights_are_awaited
@@ -143,23 +143,19 @@ class StartUpCheck:
             self.say(description)
         return results[0].route
 
-    def prove_slices(self, models: Models, is_compiled: bool = False) -> None:
-        """
-        Prove that models that may compute batches in slices get the same results as on whole ones or, if
-        `is_compiled`, that compiled layers get the same results as eager ones.
-        """
+    def prove_again(self, models: Models, vary: Variation) -> None:
+        """Prove that models which may compute batches in another way get the same results."""
         for model in models:
             base = self.base_of(model)
             flat_model = FlatModel.of(base)
-            if flat_model is None or (not is_compiled and flat_model.why_whole):
+            if flat_model is None or not vary.serves(flat_model):
                 continue
             trains = base is self.trained
             skipped = self._why_no_gradients(model) if trains else "it does not train"
             with self.in_precision():
-                result = prove_slices(base, model, skipped=skipped, is_compiled=is_compiled, agree=self.all_agree)
+                result = prove_again(base, model, vary=vary, skipped=skipped, agree=self.all_agree)
             if trains:
-                what = "Compiled layers" if is_compiled else "Slices within the budget"
-                self.say(f"{what}: {result.extent} ({result}).")
+                self.say(f"{vary.name}: {result.extent} ({result}).")
 
     def _results_of(self, models: Models) -> list[CheckResult]:
         """The results of the check, one per model: all with shared prefixes, or none."""

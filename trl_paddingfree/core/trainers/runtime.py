@@ -14,7 +14,7 @@ from ...arranging.order import StepSampler
 from ...budgets.planner import MemoryPlanner
 from ...budgets.planning import make_planner
 from ...budgets.steps import TrainingSteps
-from ...compiled.layers import CompilerOptions, compile_layers, taken_from
+from ...capabilities import module_of, needed
 from ...groups.form import form_group
 from ...groups.sequence import SequenceGroup
 from .. import upstream
@@ -27,7 +27,7 @@ from ..model.flat_model import FlatModel
 from ..model.restored import attributes_set, random_state_restored
 from ..model.routes import Route
 from .configs import PaddingFreeOptions
-from .engine import is_sharded
+from .engine import is_sharded, wants_compiled
 from .proving import StartUpCheck
 from .refusals import refuse_adapters, warn_of_dropout
 
@@ -47,7 +47,7 @@ class Runtime:
     options: PaddingFreeOptions
     pads: bool = False  # whether the trainer pads as TRL's does: then no model is flat
     counts: TokenCounts = field(default_factory=TokenCounts)
-    compiler: CompilerOptions | None = None  # how layers are compiled; `None`: they are not
+    compiler: dict[str, Any] | None = None  # how layers are compiled; `None`: they are not
     group: SequenceGroup | None = None  # the processes that compute slices of a batch with this one
     check: StartUpCheck = field(init=False)
     models: list[FlatModel] = field(default_factory=list)  # the trained one first
@@ -70,7 +70,8 @@ class Runtime:
         """Take over what an `accelerator`, when it is made, says of the device, the compiler and the processes."""
         self.peak_memory = PeakMemory(accelerator.device)
         if not self.pads:
-            self.compiler = taken_from(accelerator)
+            if wants_compiled(accelerator):
+                self.compiler = needed("compiled", "layers", "`torch_compile=True`").taken_from(accelerator)
             loaders = accelerator.dataloader_config
             loaders.dispatch_batches = bool(loaders.dispatch_batches)  # `None` would dispatch batches of streams
         if self.options.sequence_parallel_size > 1:
@@ -84,10 +85,11 @@ class Runtime:
         cast_inputs_once(trainer.model, trainer.accelerator.device.type)
         self.models = self.check.install(trainer.flat_models())
         self.trained = self.models[0]
-        for flat_model in self.models:
-            compile_layers(flat_model, self.compiler)
-        if self.compiler is not None and not self.check.unproven:
-            self.check.prove_slices(trainer.flat_models(), is_compiled=True)
+        if (compiled := module_of("compiled", "layers")) is not None:
+            for flat_model in self.models:  # those that an earlier trainer has compiled are eager again
+                compiled.compile_layers(flat_model, self.compiler)
+        if not self.check.unproven:
+            self._prove_compiled(trainer.flat_models())
         warn_of_dropout(self.trained.model, trainer.args)
 
     def checkpointing(self, config: TrainingArguments) -> AbstractContextManager[None]:
@@ -109,13 +111,16 @@ class Runtime:
             models += trainer.flat_models()[1:]
         chosen = self.trained.route
         proven = self.check.prove_all(models)
-        if self.compiler is not None:
-            self.check.prove_slices(models, is_compiled=True)
+        self._prove_compiled(models)
         if chosen.prefix_sharing and not proven.prefix_sharing:
             raise UnprovenModelError(
                 f"{type(self.trained.model).__name__} cannot share prefixes, which was found out after the first "
                 "batches had been laid out: set `prefix_sharing=False`."
             )
+
+    def _prove_compiled(self, models: list[torch.nn.Module]) -> None:
+        if self.compiler is not None:
+            self.check.prove_again(models, module_of("compiled", "layers").COMPILED)
 
     def rotary_limits(self) -> dict[str, int]:
         """By `rope_type`: the row length from which rotary frequencies of a model depend on the longest row."""
@@ -157,7 +162,8 @@ class Runtime:
         with random_state_restored(model):  # the user's collator may draw
             with self.check.in_precision():
                 planner = make_planner(trainer)
-            self.check.prove_slices([model, *trainer.flat_models()[1:]])
+            if (slices := module_of("slices", "check")) is not None:
+                self.check.prove_again([model, *trainer.flat_models()[1:]], slices.IN_SLICES)
             if self.resumed_from is not None:
                 planner.restore(self.resumed_from)
             if not planner.has_shrunk:  # if it has, its limit is below the one that the data was checked against
