@@ -82,6 +82,8 @@ PRIVATE = {
             "_tokenize_prompts": "prompts",
         }.items()
     },
+    "trl:GRPOTrainer._calculate_rewards": "inputs prompts completions completion_ids_list",
+    "trl:RLOOTrainer._calculate_rewards": "inputs prompts completions completion_ids_list",
     "trl:GRPOTrainer._get_per_token_logps_and_entropies": "model input_ids attention_mask pixel_values",
     "trl:RLOOTrainer._get_per_token_logps_and_entropies": "model input_ids attention_mask pixel_values",
     "trl:DistillationTrainer._compute_loss": "unwrapped_student inputs num_items_in_batch",

@@ -23,6 +23,7 @@ def pairs_file(tmp_path):
 def launched(monkeypatch):
     """The arguments that `accelerate launch` would run with."""
     found = []
+    monkeypatch.setattr("trl_paddingfree.cli.train.refuse_unreachable", lambda name, what: None)
     monkeypatch.setattr("accelerate.commands.launch.launch_command", found.append)
     return found
 

@@ -14,7 +14,8 @@ from datasets import Dataset
 
 import trl_paddingfree
 from tests.helpers.tiny import SEED, preference_data
-from trl_paddingfree.cli.train import _load_reward
+from trl_paddingfree.cli.options import TRAINING, OneLineParser, refuse_misspelt, spelled
+from trl_paddingfree.cli.train import _load_reward, make_parser
 from trl_paddingfree.cli.train import main as run_script
 from trl_paddingfree.data_checks.validate import refuse_unread_instructions
 
@@ -173,6 +174,59 @@ def test_a_word_of_a_file_that_an_option_does_not_allow_is_refused_as_on_the_com
     assert error.endswith(f" Did you mean `{meant}`?\n")
 
 
+@pytest.mark.parametrize("name", ["save_strategy", "eval_strategy", "mixed_precision"])
+def test_a_bare_no_in_a_file_is_named_with_the_quotes_that_it_lacks(capsys, tmp_path, launched, name):
+    """YAML reads it as False; `mixed_precision` is an option of the launcher."""
+    (tmp_path / "options.yaml").write_text(f"{name}: no")
+    with pytest.raises(SystemExit):
+        cli.main(["sft", "--config", str(tmp_path / "options.yaml"), *NAMED])
+    error = capsys.readouterr().err
+    assert f"argument --{name}" in error
+    assert error.endswith(f'YAML reads a bare `no` as False and `yes` as True: write `{name}: "no"`, in quotes.\n')
+    assert error.count("\n") == 1
+    assert launched == []
+
+
+def test_words_that_are_true_or_false_to_yaml_are_taken_where_an_option_is(launched, tmp_path):
+    (tmp_path / "options.yaml").write_text("bf16: no\nuse_cpu: yes\nsave_strategy: 'no'\nresume_from_checkpoint: false")
+    assert cli.main(["sft", "--config", str(tmp_path / "options.yaml"), *NAMED]) == 0
+    assert len(launched) == 1
+
+
+def test_options_that_are_answered_before_trl_is_imported_are_none_of_its_own(capsys):
+    """Every option of every command is mentioned in the sources that are read, and so are those of the launcher."""
+    from accelerate.commands.launch import launch_command_parser
+
+    parsers = [make_parser(task) for task in TRAINING]
+    for parser in (*parsers, launch_command_parser()):
+        refuse_misspelt(
+            OneLineParser(), [spelled([name])[0] for action in parser._actions for name in action.option_strings]
+        )
+
+
+def test_a_hub_that_cannot_be_reached_is_said_at_once_with_the_name_that_is_asked_for(capsys, monkeypatch):
+    """The hub's own client tries each of several files for half a minute, and then names none."""
+
+    def unreachable(address, timeout):
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("trl_paddingfree.cli.load.create_connection", unreachable)
+    monkeypatch.setattr("trl_paddingfree.cli.load.getproxies", dict)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    for command, named in (
+        (["dpo", "--model_name_or_path", "smolm2"], "`--model_name_or_path smolm2`"),
+        (["grpo", *NAMED, "--reward_model_name_or_path", "smolm2"], "`--model_name_or_path org/model`"),
+        (["check", "smolm2"], "'smolm2'"),
+    ):
+        data = ["--dataset_name", "org/data", "--use_cpu", "true", "--bf16", "false"] if command[0] != "check" else []
+        assert cli.main([*command, *data]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith(
+            f"trl-paddingfree {command[0]}: {named} is no file or folder here, nor in the cache of the hub, and "
+        )
+        assert error.endswith("cannot be reached (Name or service not known).")
+
+
 def test_a_word_that_is_no_option_is_not_taken_for_a_script_to_launch(capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["dpo", "word", *NAMED])
@@ -183,11 +237,11 @@ def test_a_word_that_is_no_option_is_not_taken_for_a_script_to_launch(capsys):
 
 
 def test_a_script_that_is_not_launched_knows_its_own_options_only(capsys):
-    for option, meant in (("--max_stepps", "Did you mean `--max_steps`?"), ("--num_processes", "")):
+    for option, said in (("--max_stepps", ". Did you mean `--max_steps`?"), ("--num_processes", " 8. ")):
         with pytest.raises(SystemExit) as stopped:
             run_script("dpo", [*NAMED, option, "8"])
         assert stopped.value.code == 2
-        assert f"unrecognized arguments: {option} 8. {meant}" in capsys.readouterr().err
+        assert f"unrecognized arguments: {option}{said}" in capsys.readouterr().err
 
 
 # Answers that need nothing but the arguments
@@ -208,6 +262,8 @@ AT_ONCE = [
     "grpo --model_name_or_path a --dataset_name b",
     "rloo --config named.yaml",
     "distillation --config named.yaml",
+    "dpo --bata 0.2 --model_name_or_path org/a --dataset_name org/b",
+    "sft --config misspelt.yaml --model_name_or_path org/a --dataset_name org/b",
 ]
 IMPORTED = """
 import json, sys
@@ -231,6 +287,7 @@ def imported_by(command, folder):
 @pytest.mark.parametrize("command", AT_ONCE)
 def test_what_can_be_answered_at_once_imports_nothing_large(tmp_path, command):
     (tmp_path / "broken.yaml").write_text("beta: [")
+    (tmp_path / "misspelt.yaml").write_text("learning_rte: 1.0e-4")
     (tmp_path / "named.yaml").write_text("model_name_or_path: a\ndatasets: [{path: b}]")
     code, imported, said = imported_by(command, tmp_path)
     assert imported == []

@@ -11,7 +11,7 @@ from functools import partial
 
 from ..capabilities import needed
 from ..core.versions import naming_versions
-from .load import NAME_THE_DATA, refuse_missing
+from .load import NAME_THE_DATA, refuse_missing, refuse_unreachable
 from .options import LOADING, NO, OK, answer_at_once, make_parser, refuse, spelled
 
 # As shells report processes that were killed by SIGINT or SIGPIPE
@@ -145,6 +145,7 @@ def inspect(args: argparse.Namespace) -> int:
 def check(args: argparse.Namespace) -> int:
     """`trl-paddingfree check`."""
     refuse_missing(args.model, "Name the model.")
+    refuse_unreachable(args.model, f"{args.model!r}")
 
     from rich.console import Console
 
@@ -217,7 +218,7 @@ def train(task: str, argv: Sequence[str]) -> int:
     from . import train as script
 
     parser = script.make_parser(task, prog=f"trl-paddingfree {task}")
-    _, training_args, *_, from_config, from_command_line = parser.parse_args_and_config(
+    *parsed, from_config, from_command_line = parser.parse_args_and_config(
         argv, return_remaining_strings=True, separate_remaining_strings=True
     )
     launcher = launch.launch_command_parser()
@@ -235,7 +236,7 @@ def train(task: str, argv: Sequence[str]) -> int:
     )
     if args.training_script != launched.__name__:
         parser.error(f"unrecognized arguments: {args.training_script}")
-    script.look_ahead(training_args)
+    script.look_ahead(parsed)
     # accelerate warns that it uses its defaults for options left out
     launch.logger.addFilter(lambda record: "had defaults used instead" not in record.getMessage())
     try:

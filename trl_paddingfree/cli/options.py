@@ -3,9 +3,11 @@
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
+from importlib.util import find_spec
 from json import JSONDecodeError
+from pathlib import Path
 from textwrap import shorten
 from typing import NoReturn
 
@@ -72,6 +74,10 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Say what is wrong with the arguments, and exit."""
         word, known = "", ""
+        if read := re.match(r"argument --([\w-]+).*: invalid choice: '(?:True|False)' ", message):
+            name = read[1].replace("-", "_")
+            message += f'. YAML reads a bare `no` as False and `yes` as True: write `{name}: "no"`, in quotes'
+            self.exit(WRONG_USE, f"{self.prog}: {message}.\n")
         if unknown := re.match(r"unrecognized arguments: .*?(--[\w-]+)", message):
             word, known = spelled([unknown[1]])[0], self.format_usage() + self.others
         elif choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
@@ -91,10 +97,42 @@ def spelled(argv: Sequence[str]) -> list[str]:
     return [re.sub("(?<=^--)[^=]+", lambda name: name[0].replace("-", "_"), word) for word in argv]
 
 
+def _sources() -> Iterator[Path]:
+    """The files that name the options of training commands: ours, TRL's, transformers' and those of the launcher."""
+    for package, patterns in {
+        "trl": ("trainer/*_config.py", "scripts/*.py"),
+        "transformers": ("training_args.py", "utils/generic.py"),
+        "accelerate": ("commands/launch.py",),
+        "trl_paddingfree": ("**/*.py",),
+    }.items():
+        spec = find_spec(package)  # of a top-level package, which imports nothing
+        for folder in (spec and spec.submodule_search_locations) or ():
+            for pattern in patterns:
+                yield from Path(folder).glob(pattern)
+
+
+def refuse_misspelt(parser: OneLineParser, options: Sequence[str]) -> None:
+    """
+    Refuse `options` that no source of options mentions, if one that they do mention is close. The parsers that know all
+    of them need TRL, whose import takes seconds; whatever is not refused here is left to them.
+    """
+    if not options:
+        return
+    text = "\n".join(file.read_text(encoding="utf-8") for file in _sources())
+    mentioned = {*re.findall(r"\w+", text)}
+    names = {*re.findall(r"^    (\w+): ", text, re.MULTILINE), *re.findall(r'"--(\w+)"', text)}
+    for option in options:
+        name = option.removeprefix("--").partition("=")[0].removeprefix("no_")
+        is_start = any(each.startswith(name) for each in names)  # parsers complete names
+        if name not in mentioned and not is_start and get_close_matches(name, names, n=1, cutoff=0.7):
+            parser.others = " ".join(f"--{each}" for each in names)
+            parser.error(f"unrecognized arguments: {option}")
+
+
 def answer_at_once(task: str, argv: Sequence[str]) -> list[str]:
     """
-    Refuse a missing `--config` file, and a training command without a model, data, rewards or a teacher. Everything
-    else is left to TRL's parser.
+    Refuse a missing `--config` file, a misspelt option, and a training command without a model, data, rewards or a
+    teacher. Everything else is left to TRL's parser.
 
     Returns the arguments in the form that TRL reads: `--config FILE` and `--accelerate_config NAME` as two words each.
     """
@@ -107,6 +145,8 @@ def answer_at_once(task: str, argv: Sequence[str]) -> list[str]:
     if "config" in named:
         with open(named["config"], encoding="utf-8") as file:
             config = safe_load(file)
+    keys = [f"--{key}" for key in config] if isinstance(config, dict) else []
+    refuse_misspelt(parser, [word for word in (*words, *keys) if re.match(r"--\w", word)])
     if isinstance(config, dict) and not {"-h", "--help"}.intersection(words):  # TRL checks the rest of a file
         for tasks, names, advice in _NEEDED:
             value = next(filter(None, map((config | named).get, names)), None)

@@ -31,7 +31,7 @@ from ..core.trainers.base import FlatTrainer
 from ..core.trainers.configs import PaddingFreeOptions, PaddingFreeSFTConfig, option, silence, valid_losses
 from ..registry import TRAINERS
 from ..resuming.checkpoints import checkpoint_to_resume
-from .load import load_data
+from .load import load_data, refuse_unreachable
 from .options import LOADING, TRACEBACK, OneLineParser, answer_at_once, refuse
 from .tables import summarize
 from .turns import split_turns
@@ -131,13 +131,16 @@ class ScriptParser(OneLineParser, TrlParser):
         return self.ours.add_argument(*names, **options)
 
     def set_defaults_with_config(self, **values: Any) -> list[str]:
-        """Like TRL's, which takes any value from a YAML file, but refuses words that an option does not allow."""
+        """
+        Like TRL's, which takes any value from a YAML file, but refuses words that an option does not allow, and truth
+        values in place of words, as which YAML reads `no`.
+        """
         try:
             for action in self._actions:
                 given = values.get(action.dest)
                 for word in given if isinstance(given, list) else [given]:
-                    if isinstance(word, str):
-                        self._check_value(action, word)
+                    if isinstance(word, str) or (isinstance(word, bool) and action.choices):
+                        self._check_value(action, str(word))
         except argparse.ArgumentError as error:
             self.error(str(error))
         return super().set_defaults_with_config(**values)
@@ -170,9 +173,16 @@ def say_where(training_args: TrainingArguments) -> None:
         )
 
 
-def look_ahead(training_args: TrainingArguments) -> None:
-    """Say where training runs, and refuse what cannot be resumed, before anything is loaded or launched."""
+def look_ahead(parsed: Parsed) -> None:
+    """Say where training runs, and refuse what cannot be loaded or resumed, before anything is loaded or launched."""
+    script_args, training_args, model_args, *_ = parsed
+    models = {"model_name_or_path": model_args.model_name_or_path}
+    for arguments in (script_args, training_args):
+        for each in ("reward_model_name_or_path", "teacher_model_name_or_path"):
+            models |= {each: name} if (name := vars(arguments).get(each)) else {}
     say_where(training_args)
+    for each, name in models.items():
+        refuse_unreachable(name, f"`--{each} {name}`")
     given = training_args.resume_from_checkpoint, str(training_args.output_dir), training_args.save_only_model
     checkpoint_to_resume(*given)
 
@@ -190,7 +200,7 @@ def main(task: str, args: Sequence[str] | None = None, launched: bool = False) -
         if not launched:
             if unknown:
                 parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-            look_ahead(training_args)
+            look_ahead(parsed)
         trainer = make_trainer(TRAINERS[task], parsed)
     except LOADING as error:
         if "--traceback" in given:

@@ -33,8 +33,8 @@ CLASS_NAMES = {
     "KTOTrainer": "_name _compute_kl_logps _precompute_ref_logps _prepare_dataset compute_ref_log_probs",
     "SFTTrainer": "_name _prepare_dataset",
     "RewardTrainer": "_name _prepare_dataset",
-    "GRPOTrainer": f"{_GENERATES} _get_per_token_logps_and_entropies",
-    "RLOOTrainer": f"{_GENERATES} _get_per_token_logps_and_entropies",
+    "GRPOTrainer": f"{_GENERATES} _calculate_rewards _get_per_token_logps_and_entropies",
+    "RLOOTrainer": f"{_GENERATES} _calculate_rewards _get_per_token_logps_and_entropies",
     "DistillationTrainer": f"{_GENERATES} _compute_loss _get_last_hidden_state",
 }
 # Attributes that the `__init__` of each class sets

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from reprlib import repr as short
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
 from pyarrow import types
@@ -15,12 +15,12 @@ from transformers.utils import logging
 from ..core.data.lengths import AnyDataset, Example, column_names, has_known_lengths, tables_of, token_lengths
 from ..core.data.task import RAW_COLUMNS, Task
 from ..core.flat.batch import IGNORE_INDEX
+from .columns import FIX, has_other_content, message_problem
 
 logger = logging.get_logger(__name__)
 
 # Roles that chat templates know
 _ROLES = ("assistant", "developer", "function", "system", "tool", "user")
-_FIX = "Correct the row, or leave it out with `dataset.filter`."
 
 
 def did_you_mean(word: str, known: Iterable[str], name: str = "{}", cutoff: float = 0.8) -> str:
@@ -47,7 +47,7 @@ def _refuse_none(dataset: AnyDataset, name: str, columns: Iterable[str]) -> None
     for column in columns:
         nulls = [table[column].is_null().to_numpy() for table in tables_of(dataset, column)]
         if any(map(np.any, nulls)):
-            raise ValueError(f"Row {np.concatenate(nulls).argmax()} of the {name} data: `{column}` is None. {_FIX}")
+            raise ValueError(f"Row {np.concatenate(nulls).argmax()} of the {name} data: `{column}` is None. {FIX}")
 
 
 def refuse_unread_instructions(dataset: AnyDataset, name: str, text_field: str = "text") -> None:
@@ -65,14 +65,8 @@ def refuse_unread_instructions(dataset: AnyDataset, name: str, text_field: str =
     refuse_unread(dataset, name, "SFT", *formats)
     if text_field in columns:
         return
-    first = next(iter(dataset))
-    if isinstance(messages := first.get("messages"), list) and (problem := message_problem(messages)):
-        raise ValueError(
-            f"Row 0 of the {name} data: `messages` is {problem}. A conversation is a list of messages, each with a "
-            "`role` and a `content`. Correct the rows."
-        )
     if not {"messages", "completion"} & {*columns}:
-        first = first["conversations"]
+        first = next(iter(dataset))["conversations"]
         if not (isinstance(first, list) and first and {"from", "value"} <= {*first[0]}):
             raise ValueError(
                 f"`conversations` of the {name} data have no `from` and `value`, which TRL reads under this name only. "
@@ -174,36 +168,15 @@ def _refuse_bad_pair(example: Example, index: int, name: str) -> Example:
     if problems:
         raise ValueError(
             f"Row {index} of the {name} data: {'; '.join(problems)}. All of a row's texts must be strings, or all "
-            f"lists of messages. {_FIX}"
+            f"lists of messages. {FIX}"
         )
     return {}
-
-
-def message_problem(text: object) -> str:
-    """Why `text` is neither a string nor a list of messages; empty if it is one."""
-    if isinstance(text, str):
-        return ""
-    if not isinstance(text, list):
-        return short(text)
-    if not text:
-        return "an empty list"
-    for message in text:
-        if not isinstance(message, dict) or "role" not in message:
-            return f"a list with {short(message)}, which has no role"
-        if not isinstance(message.get("content"), str | list) and not _has_other_content(message):
-            return f"a list with a message whose content is {short(message.get('content'))}"
-    return ""
-
-
-def _has_other_content(message: Example) -> bool:
-    """Whether a message has no content but something else, such as tool calls."""
-    return message.get("content") is None and any(v for k, v in message.items() if k not in ("role", "content"))
 
 
 def _is_empty(text: str | list[Example]) -> bool:
     if isinstance(text, str):
         return not text.strip()
-    return not any(message.get("content") or _has_other_content(message) for message in text)
+    return not any(message.get("content") or has_other_content(message) for message in text)
 
 
 def refuse_bad_tokens(dataset: AnyDataset, name: str) -> None:
@@ -224,23 +197,32 @@ def refuse_bad_tokens(dataset: AnyDataset, name: str) -> None:
         row = wrong[0]
         raise ValueError(
             f"Row {row} of the {name} data: `labels` has {lengths[1][row]} entries, `input_ids` has {lengths[0][row]}: "
-            f"there is one label for each token, -100 where it is not learnt. {_FIX}"
+            f"there is one label for each token, -100 where it is not learnt. {FIX}"
         )
 
 
-def refuse_unknown_tokens(dataset: AnyDataset, name: str, vocab_size: int) -> None:
-    """Refuse tokens that the model does not have, in tokenized data that has passed [`refuse_bad_tokens`]."""
-    for column in _token_columns(dataset):
-        for table in tables_of(dataset, column):
-            tokens = pc.list_flatten(table[column])
-            if column == "labels":
-                tokens = tokens.filter(pc.not_equal(tokens, IGNORE_INDEX))
-            least, most = pc.min_max(tokens).as_py().values()
-            if least is not None and not 0 <= least <= most < vocab_size:
-                raise ValueError(
-                    f"`{column}` of the {name} data has the token {least if least < 0 else most}, and the model has "
-                    f"tokens 0 to {vocab_size - 1}. Tokenize with the model's own tokenizer."
-                )
+def refuse_unknown_tokens(dataset: AnyDataset, name: str, columns: Sequence[str], size: int, advice: str) -> None:
+    """
+    Refuse tokens in `columns` of prepared data beyond the `size` rows of the model's embeddings, with `advice` on what
+    to change. Of a stream, the first row is looked at.
+    """
+    if not has_known_lengths(dataset):
+        first: Example = next(iter(dataset), {})
+        found = [(column, first[column]) for column in columns if first.get(column)]
+    else:
+        found = [
+            (x, pc.list_flatten(t[x])) for x in columns if x in dataset.column_names for t in tables_of(dataset, x)
+        ]
+    for column, tokens in found:
+        tokens = pa.array(tokens, pa.int64()) if isinstance(tokens, list) else tokens
+        if column == "labels":
+            tokens = tokens.filter(pc.not_equal(tokens, IGNORE_INDEX))
+        least, most = pc.min_max(tokens).as_py().values()
+        if least is not None and not 0 <= least <= most < size:
+            raise ValueError(
+                f"`{column}` of the {name} data has the token {least if least < 0 else most}, and the model has "
+                f"tokens 0 to {size - 1}. {advice}"
+            )
 
 
 def _token_columns(dataset: AnyDataset) -> list[str]:

@@ -1,15 +1,17 @@
 """KTO without padding."""
 
+from typing import Any
+
 import numpy as np
 from trl import KTOConfig, KTOTrainer
 
 from ..core import upstream
 from ..core.data.collate import UnpairedPreferenceCollator
-from ..core.data.lengths import column_names
+from ..core.data.lengths import AnyDataset, column_names
 from ..core.data.task import Task
 from ..core.flat.batch import Inputs
 from ..core.trainers.composed import CollatedTrainer
-from ..core.trainers.configs import PaddingFreeKTOConfig
+from ..core.trainers.configs import Arguments, PaddingFreeKTOConfig
 from ..core.trainers.runtime import when_flat
 from ..data_checks.validate import log_dropped, refuse_unread
 
@@ -54,6 +56,10 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
     config_class = PaddingFreeKTOConfig
     differences = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
 
+    def coupled_by_arguments(self, arguments: Arguments) -> list[str]:
+        loss = arguments["args"].loss_type
+        return [] if loss == "apo_zero_unpaired" else [f"`loss_type={loss!r}`"]  # the only one without the divergence
+
     def coupled_by(self) -> list[str]:
         # Each loss uses the micro-batch's mean divergence, estimated on prompts with their neighbors' completions
         coupled = super().coupled_by()
@@ -71,9 +77,13 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
         lengths, limit = super().example_lengths().sum(1, keepdims=True), self.collated_by("max_length")
         return lengths if limit is None else np.minimum(lengths, limit)
 
+    def refuse_rows(self, dataset: AnyDataset, name: str, config: Any) -> None:
+        refuse_unread(dataset, name, "KTO", ("prompt", "completion", "label"), ("chosen", "rejected"))
+        super().refuse_rows(dataset, name, config)
+
     @when_flat
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
-        refuse_unread(dataset, dataset_name, "KTO", ("prompt", "completion", "label"), ("chosen", "rejected"))
+        self.refuse_rows(dataset, dataset_name, args)
         prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         per_row = 2 if {"chosen", "rejected"} <= {*column_names(dataset)} else 1  # TRL turns a pair into two examples
         log_dropped(dataset_name, dataset, prepared, args.max_length, per_row=per_row)

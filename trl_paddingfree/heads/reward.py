@@ -1,12 +1,14 @@
 """Reward models without padding."""
 
+from typing import Any
+
 import numpy as np
 from peft import PeftConfig, TaskType
 from trl import RewardConfig, RewardTrainer
 
 from ..core import upstream
 from ..core.data.collate import RewardCollator
-from ..core.data.lengths import column_names, pair_lengths
+from ..core.data.lengths import AnyDataset, column_names, pair_lengths
 from ..core.data.task import Task
 from ..core.flat.batch import Inputs
 from ..core.trainers.composed import CollatedTrainer
@@ -23,6 +25,13 @@ REWARD = Task(
     collator=RewardCollator,
     prepare=upstream.preparation(RewardTrainer, RewardConfig),
 )
+
+_FORMATS = (("chosen", "rejected"), ("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids"))
+
+
+def _is_prepared(dataset: AnyDataset) -> bool:
+    """Whether data has tokens already."""
+    return any(map({*column_names(dataset)}.issuperset, _FORMATS[1:]))
 
 
 class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
@@ -78,12 +87,14 @@ class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
     def example_lengths(self) -> np.ndarray:
         return pair_lengths(self.train_dataset, *self.task.token_columns)
 
+    def refuse_rows(self, dataset: AnyDataset, name: str, config: Any) -> None:
+        refuse_unread(dataset, name, "a reward model", *_FORMATS[_is_prepared(dataset) :])
+        super().refuse_rows(dataset, name, config)
+
     @when_flat
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
-        formats = [("chosen", "rejected"), ("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids")]
-        is_prepared = any(map({*column_names(dataset)}.issuperset, formats[1:]))
-        refuse_unread(dataset, dataset_name, "a reward model", *formats[is_prepared:])
-        if not is_prepared:
+        self.refuse_rows(dataset, dataset_name, args)
+        if not _is_prepared(dataset):
             dataset = check_preferences(dataset, processing_class, dataset_name, args)
         prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         log_dropped(dataset_name, dataset, prepared, args.max_length, "is too short for")

@@ -7,20 +7,24 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from transformers import ProcessorMixin
 
 from ..budgets.planner import MemoryPlanner
 from ..core import upstream
+from ..core.data.lengths import has_images
 from ..core.data.rows import Make, PromptGroups, generated_on_host
 from ..core.data.task import Task
 from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..core.flat.counts import BatchCounts
 from ..core.model.flat_model import FlatModel, Flattener
+from ..core.model.restored import attributes_set
 from ..core.trainers.base import FlatTrainer
 from ..core.trainers.configs import Arguments
-from ..core.trainers.refusals import refuse_to_move
+from ..core.trainers.refusals import embeddings_of, is_ours, refuse_to_move, refuse_tokens_beyond
 from ..core.trainers.runtime import when_flat
 from ..coupling import own_steps
 from .order import by_prompt
+from .rewards import checked
 
 # What tasks that generate share. Each adds its name; GRPO, the first, also the columns by which data is recognized
 PROMPTS = Task(
@@ -58,12 +62,28 @@ class Online(FlatTrainer):
 
     def refuse_arguments(self, arguments: Arguments) -> None:
         super().refuse_arguments(arguments)
+        self._refuse_lengths()
+        if self.flat.options.arrange_micro_batches != "none" and is_ours(type(self), "coupled_by"):
+            refuse_to_move(self.flat.options, self.coupled_by_arguments(arguments))
         config = arguments["args"]
         if self.flat.options.memory_budget == "auto" and config.use_vllm and config.vllm_mode == "colocate":
             raise ValueError(
                 "`memory_budget='auto'` with `vllm_mode='colocate'` does not know what vLLM leaves: set the GiB that "
                 "this process may use, with what vLLM holds."
             )
+
+    def refuse_unknown_tokens(self) -> None:
+        data: Any = self.train_dataset
+        tokenizer: Any = self.processing_class
+        size = embeddings_of(self.flat_base(self.model))
+        is_text = isinstance(data, Dataset) and "prompt" in data.column_names and not has_images(data)
+        makes_prompts = self.environment_factories or vars(self).get("rollout_func")
+        # Prompts become tokens when they are drawn: only a tokenizer that is too large is worth a look at all of them
+        if not is_text or makes_prompts or size is None or isinstance(tokenizer, ProcessorMixin):
+            return
+        if len(tokenizer) > size:
+            prompts = Dataset.from_dict({"prompt_ids": self._tokenize_prompts(list(data["prompt"]))[0]})
+            refuse_tokens_beyond(self.flat_base(self.model), tokenizer, [("train", prompts)], ["prompt_ids"])
 
     # --- rows become flat -------------------------------------------------------------------------------------------
 
@@ -122,6 +142,12 @@ class Online(FlatTrainer):
             return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)  # type: ignore[misc]
 
     @when_flat
+    def _calculate_rewards(self, *args, **kwargs):
+        functions = [*map(checked, vars(self)["reward_funcs"], vars(self)["reward_func_names"])]
+        with attributes_set([(self, "reward_funcs", functions)]):
+            return super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
+
+    @when_flat
     def _generate_single_turn(self, *args, **kwargs):
         with self.flat.trained.attention_as_before():
             return super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
@@ -162,13 +188,16 @@ class Online(FlatTrainer):
 
     # --- which rows share a micro-batch -----------------------------------------------------------------------------
 
-    def refuse_options(self) -> None:
-        options = self.flat.options
-        if options.arrange_micro_batches == "tokens":
+    def _refuse_lengths(self) -> None:
+        if self.flat.options.arrange_micro_batches == "tokens":
             raise ValueError(
                 f"`arrange_micro_batches='tokens'` needs rows of known length, and {self.trl_trainer.__name__} "
                 "generates them: set 'prefix', which brings the rows of one prompt together, or 'none'."
             )
+
+    def refuse_options(self) -> None:
+        options = self.flat.options
+        self._refuse_lengths()
         if options.arrange_micro_batches != "none":
             owners = [cls for cls in type(self).__mro__ if "trl_trainer" in vars(cls)]
             refuse_to_move(options, [*self.coupled_by(), *own_steps(self, owners, moves=True)])

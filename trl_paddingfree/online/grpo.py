@@ -49,12 +49,15 @@ class PaddingFreeGRPOTrainer(OnlineTrainer, GRPOTrainer):
                 "padding too."
             )
 
-    def coupled_by(self) -> list[str]:
-        args = self.args
+    def coupled_by_arguments(self, arguments: Arguments) -> list[str]:
+        args = arguments["args"]
         options = {
             "loss_type": args.loss_type == "bnpo",  # a mean over the tokens of the micro-batch
             "top_entropy_quantile": args.top_entropy_quantile < 1,
             "entropy_coef": args.entropy_coef != 0,
             "use_adaptive_entropy": args.use_adaptive_entropy,
         }
-        return [*(f"`{name}={vars(args)[name]!r}`" for name, is_so in options.items() if is_so), *super().coupled_by()]
+        return [f"`{name}={vars(args)[name]!r}`" for name, is_so in options.items() if is_so]
+
+    def coupled_by(self) -> list[str]:
+        return [*self.coupled_by_arguments({"args": self.args}), *super().coupled_by()]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
-from datasets import Dataset
+from datasets import Dataset, Value
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import LlamaForCausalLM
 from trl import DPOConfig, SFTConfig
@@ -22,8 +22,15 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from tests.helpers.architectures import is_older, tiny_model
 from tests.helpers.tiny import DATA, arguments, conversations, make_model, make_tokenizer, preference_data, reward_model
 from tests.runs import compare, make_trainer
-from trl_paddingfree import LanguageModelingCollator, PaddingFreeDPOTrainer, PreferenceCollator, RewardCollator
+from trl_paddingfree import (
+    LanguageModelingCollator,
+    PaddingFreeDPOTrainer,
+    PaddingFreeSFTTrainer,
+    PreferenceCollator,
+    RewardCollator,
+)
 from trl_paddingfree.core.trainers.configs import valid_losses
+from trl_paddingfree.core.trainers.proving import StartUpCheck
 from trl_paddingfree.registry import TRAINERS
 
 SEED = 7793
@@ -118,6 +125,42 @@ ROWS = {
         [{"messages": [{"content": "w1"}]}],
         "Row 0 of the train data: `messages` is a list with .*which has no role",
     ),
+    "a string of messages": (
+        "sft",
+        [{"messages": "w1"}],
+        "Row 0 .* `messages` is 'w1', a string. It must be a list",
+    ),
+    "no messages of SFT": (
+        "sft",
+        [{"messages": user("w1")}] * 2 + [{"messages": []}],
+        "Row 2 of the train data: `messages` is an empty list. It must be a list of messages",
+    ),
+    "a message without content in SFT": (
+        "sft",
+        [{"messages": user("w1")}, {"messages": user("w1") + assistant(None)}],
+        "Row 1 of the train data: `messages` is a list with a message whose content is None",
+    ),
+    "numbers": ("sft", [{"text": 5}, {"text": 6}], "Row 0 of the train data: `text` is 5. It must be a string"),
+    "a list of strings": ("sft", [{"text": ["w1"]}], r"`text` is \['w1'\]. It must be a string"),
+    "numbers to complete": ("kto", [{"prompt": 1, "completion": "w2", "label": True}], "`prompt` is 1. It must be a s"),
+    "labels of words": (
+        "kto",
+        [{"prompt": "w1", "completion": "w2", "label": "good"}],
+        "Row 0 of the train data: `label` is 'good'. It must be `True` or `False`",
+    ),
+    "labels of more than two kinds": (
+        "kto",
+        [{"prompt": "w1", "completion": "w2", "label": label} for label in (0, 1, 2)],
+        "Row 2 of the train data: `label` is 2. It must be `True` or `False`",
+    ),
+    "text beside messages of KTO": (
+        "kto",
+        [{"prompt": "w1", "completion": assistant("w2"), "label": True}],
+        "`prompt` is a str, `completion` is a list. All of a row's texts",
+    ),
+    "a reward of numbers": ("reward", [{"chosen": 1.5, "rejected": 2.5}], "Row 0 .* `chosen` is 1.5. It must be a str"),
+    "numbers to answer": ("rloo", [{"prompt": 5}] * 8, "Row 0 of the train data: `prompt` is 5. It must be a string"),
+    "no conversation": ("grpo", [{"prompt": user("w1")}] * 7 + [{"prompt": []}], "Row 7 .* `prompt` is an empty list"),
     "a misspelt role": (
         "sft",
         [{"messages": [{"role": role, "content": "w1"} for role in ("user", "assitant")]}] * 2,
@@ -307,6 +350,32 @@ MOVED = [
 ]
 
 
+@pytest.mark.parametrize(("task", "options", "message"), [each for each in MOVED if each[0] in ("dpo", "kto", "grpo")])
+def test_what_the_arguments_show_of_that_is_said_before_models_load(task, options, message):
+    with pytest.raises(ValueError, match=message):
+        build(task, **{"model": "nowhere/model", "arrange_micro_batches": "tokens", **options})
+
+
+@pytest.mark.parametrize("task", ["grpo", "rloo"])
+def test_rewards_that_are_no_numbers_are_named_with_their_function(task):
+    def praise(completions, **kwargs):
+        return ["good"] * len(completions)
+
+    def forgets(completions, **kwargs):
+        praise(completions)
+
+    for function, said in (
+        (praise, "The reward function 'praise' returned 'good' as reward 0: return a number for each completion"),
+        (forgets, "The reward function 'forgets' returned None: return a list of numbers"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            build(task, reward_funcs=function).train()
+    trainer = build(task, reward_funcs=lambda completions, **kwargs: (torch.tensor(1.0) for _ in completions), steps=1)
+    functions = trainer.reward_funcs
+    trainer.train()
+    assert trainer.reward_funcs is functions
+
+
 @pytest.mark.trl_1
 @pytest.mark.parametrize(("task", "options", "message"), MOVED)
 def test_examples_are_not_moved_where_that_would_change_the_loss(task, options, message):
@@ -342,6 +411,43 @@ TWO = {"sequence_parallel_size": 2}
 def test_what_cannot_be_kept_is_refused_before_training(task, options, message):
     with pytest.raises(ValueError, match=message):
         build(task, **options)
+
+
+class Unread(PaddingFreeSFTTrainer):
+    """It makes rows of its own, of data that TRL does not know."""
+
+    def _prepare_dataset(self, dataset, *args):
+        return super()._prepare_dataset(dataset.map(lambda row: {"text": f"w{row['text']}"}), *args)
+
+
+def test_data_that_a_function_or_a_subclass_prepares_may_hold_anything():
+    data = Dataset.from_list([{"text": 5}, {"text": 6}] * 4)
+    build("sft", train_dataset=data, formatting_func=lambda row: f"w{row['text']}")
+    build("sft", train_dataset=data.cast_column("text", Value("int32")), trainer_class=Unread)
+
+
+LARGE = ("dpo", "sft", "kto", "reward", "grpo", "rloo")
+
+
+@pytest.mark.parametrize("task", LARGE)
+@pytest.mark.parametrize("streams", [False, True])
+def test_tokens_that_the_model_lacks_are_named_before_anything_is_computed(task, streams, monkeypatch):
+    """Python would say `index out of range in self`, after the check, and a GPU would abort the process."""
+    if streams and task in ("grpo", "rloo"):
+        pytest.skip("prompts of a stream become tokens when they are drawn")
+    model, data = arguments(task)["model"], DATA[task](8, SEED)
+    model.resize_token_embeddings(40)
+    monkeypatch.setattr(StartUpCheck, "install", lambda *args: pytest.fail("checked"))
+    said = r"`\w+_ids` of the train data has the token \d+, and the model has tokens 0 to 39. The tokenizer has \d+"
+    with pytest.raises(ValueError, match=said):
+        build(task, model=model, train_dataset=data.to_iterable_dataset() if streams else data)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_trains_if_the_data_has_none_of_them():
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<unused>"])
+    for task in ("sft", "grpo"):
+        build(task, processing_class=tokenizer)
 
 
 def test_a_bad_row_in_a_stream_is_refused_when_it_is_read():

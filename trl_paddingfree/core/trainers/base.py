@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, Trainer
 from ...budgets.needs import HeadBytes, fused_head
 from ...budgets.planner import MemoryPlanner
 from ...budgets.steps import Part, weigh_last_batch
+from ...data_checks.columns import refuse_wrong_values
 from ...groups.form import refuse_ungrouped
 from ...resuming.checkpoints import append_to_card, checkpoint_to_resume, invalidate, naming_weights
 from ..data.lengths import AnyDataset, has_images
@@ -96,7 +97,6 @@ class FlatTrainer(Trainer):
         bases = [self.flat_base(model) for model in self.flat_models()]
         # TRL drops the reference once its log-probabilities are precomputed
         self.flat.models = [flat for flat in self.flat.models if flat.model in bases]
-        self.refuse_data(given_datasets(arguments))
         self.refuse_options()
         refusals.refuse_lost_router_loss(self.flat.options, self.args, FlatTrainer.coupled_by(self))
         self.flat.plan_if_placed(self)
@@ -111,10 +111,17 @@ class FlatTrainer(Trainer):
         refusals.refuse_unflattenable(arguments, self.task, collator)
         refusals.refuse_beside_budget(self.flat.options, arguments["args"])
         self.refuse_images(arguments)
+        if refusals.reads_rows(type(self), arguments):  # TRL prepares data once it has loaded the models
+            for name, dataset in given_datasets(arguments):
+                self.refuse_rows(dataset, name, arguments["args"])
 
     def refuse_images(self, arguments: Arguments) -> None:
         """Refuse data with images, unless a capability trains on them."""
         refusals.refuse_images(arguments)
+
+    def refuse_rows(self, dataset: AnyDataset, name: str, config: Any) -> None:
+        """Refuse raw data that TRL is to prepare if the task cannot read it."""
+        refuse_wrong_values(dataset, name, self.task, vars(config).get("dataset_text_field", "text"))
 
     def collator_of(self, with_images: bool) -> type:
         """The collator class that makes flat batches of data with or without images."""
@@ -128,6 +135,10 @@ class FlatTrainer(Trainer):
         """Batches that keep more for the backward pass than text does: a budget counts what their passes keep."""
         return []
 
+    def coupled_by_arguments(self, arguments: Arguments) -> list[str]:
+        """Those of `coupled_by` that the trainer's arguments show, by which they are refused before models load."""
+        return []
+
     def coupled_by(self) -> list[str]:
         """Options under which an example's loss depends on the others in its micro-batch: here, losses of routers."""
         return [f"`router_aux_loss_coef={self.router_aux_loss_coef}`"] if self.aux_loss_enabled else []
@@ -136,8 +147,10 @@ class FlatTrainer(Trainer):
         """Refuse options that would change losses or gradients, such as moving examples between micro-batches."""
         raise NotImplementedError
 
-    def refuse_data(self, datasets: list[tuple[str, AnyDataset]]) -> None:
-        """Refuse data, as passed by the user, that the model cannot compute."""
+    def refuse_unknown_tokens(self) -> None:
+        """Refuse prepared data with tokens that the model has no embeddings for: on a GPU, the process would abort."""
+        prepared = given_datasets({"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset})
+        refusals.refuse_tokens_beyond(self.flat_base(self.model), self.processing_class, prepared, self.task.columns)
 
     def flat_models(self) -> list[torch.nn.Module]:
         """The models that compute batches, wrapped or not: the trained one first."""
@@ -149,6 +162,7 @@ class FlatTrainer(Trainer):
 
     def start_flat(self) -> None:
         """Prove the models, and have them compute flat batches."""
+        self.refuse_unknown_tokens()
         self.flat.start(self)
 
     def refuse_small_budget(self, planner: MemoryPlanner) -> None:

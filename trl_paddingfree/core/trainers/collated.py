@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from accelerate import DistributedType
 from accelerate.data_loader import SeedableRandomSampler
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from torch.utils.data import RandomSampler
 
 from ...arranging.order import StepSampler, by_prefix, by_tokens
@@ -24,6 +24,7 @@ from ..model.edits import edits, refuse_edits, refuse_lost_batch, refuse_lost_va
 from ..model.restored import attributes_set
 from . import refusals
 from .base import FlatTrainer
+from .configs import Arguments
 from .engine import is_sharded
 from .runtime import when_flat
 
@@ -108,6 +109,16 @@ class Collated(FlatTrainer):
     def item_lengths(self) -> np.ndarray:
         """Like `example_lengths`, for the largest item that parts do not divide: by default, the whole example."""
         return self.example_lengths()
+
+    def refuse_arguments(self, arguments: Arguments) -> None:
+        super().refuse_arguments(arguments)
+        options, dataset = self.flat.options, arguments.get("train_dataset")
+        if options.arrange_micro_batches == "none":
+            return
+        if refusals.is_ours(type(self), "coupled_by"):
+            refusals.refuse_to_move(options, self.coupled_by_arguments(arguments))
+        if isinstance(dataset, Dataset | IterableDataset):  # it has no tokens yet
+            refusals.refuse_to_look_ahead(options, dataset, arguments["args"], ())
 
     def refuse_options(self) -> None:
         options, group, arranges = self.flat.options, self.flat.group, self.flat.options.arrange_micro_batches != "none"

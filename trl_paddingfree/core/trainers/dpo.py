@@ -1,16 +1,19 @@
 """DPO without padding."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 from trl import DPOConfig, DPOTrainer
 
 from ...data_checks.validate import check_preferences, log_dropped, refuse_missing_prompts, refuse_unread
 from .. import upstream
 from ..data.collate import PreferenceCollator
-from ..data.lengths import truncated
+from ..data.lengths import AnyDataset, truncated
 from ..data.task import Task
 from ..flat.batch import Inputs
 from .composed import CollatedTrainer
-from .configs import PaddingFreeDPOConfig
+from .configs import Arguments, PaddingFreeDPOConfig
 from .runtime import when_flat
 
 DPO = Task(
@@ -22,6 +25,11 @@ DPO = Task(
     collator=PreferenceCollator,
     prepare=upstream.preparation(DPOTrainer, DPOConfig),
 )
+
+
+def _coupled(losses: Sequence[str]) -> list[str]:
+    """Those of the losses that couple examples: AOT sorts the micro-batch, and SFT is a mean over its tokens."""
+    return [f"`loss_type='{name}'`" for name in losses if name in ("aot", "aot_unpaired", "sft")]
 
 
 class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
@@ -52,9 +60,11 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
     config_class = PaddingFreeDPOConfig
     takes_sequence_parallel = True
 
+    def coupled_by_arguments(self, arguments: Arguments) -> list[str]:
+        return _coupled(arguments["args"].loss_type)
+
     def coupled_by(self) -> list[str]:
-        coupled = {"aot", "aot_unpaired", "sft"}  # AOT sorts the micro-batch, SFT is a mean over its tokens
-        return [*(f"`loss_type='{name}'`" for name in self.loss_types if name in coupled), *super().coupled_by()]
+        return [*_coupled(self.loss_types), *super().coupled_by()]
 
     def part_sizes(self, inputs: Inputs) -> dict[str, int]:
         chosen, rejected = (int(mask.sum()) for mask in inputs["completion_mask"][:, 1:].chunk(2))
@@ -70,10 +80,14 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
     def example_lengths(self) -> np.ndarray:
         return truncated(super().example_lengths(), *map(self.collated_by, ("max_length", "truncation_mode")))
 
+    def refuse_rows(self, dataset: AnyDataset, name: str, config: Any) -> None:
+        refuse_unread(dataset, name, "DPO", ("prompt", "chosen", "rejected"), ("chosen", "rejected"))
+        super().refuse_rows(dataset, name, config)
+        refuse_missing_prompts(dataset, name)
+
     @when_flat
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
-        refuse_unread(dataset, dataset_name, "DPO", ("prompt", "chosen", "rejected"), ("chosen", "rejected"))
-        refuse_missing_prompts(dataset, dataset_name)
+        self.refuse_rows(dataset, dataset_name, args)
         dataset = check_preferences(dataset, self._tokenizer, dataset_name, args)
         prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         log_dropped(dataset_name, dataset, prepared, args.max_length)

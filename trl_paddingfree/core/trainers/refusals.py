@@ -17,7 +17,7 @@ from transformers.utils import logging
 from trl import SFTConfig
 
 from ...budgets.device import budget_bytes
-from ...data_checks.validate import log_unread, refuse_bad_tokens, refuse_misspelt_roles
+from ...data_checks.validate import log_unread, refuse_bad_tokens, refuse_misspelt_roles, refuse_unknown_tokens
 from .. import upstream
 from ..data.lengths import AnyDataset, column_names, has_images, has_known_lengths
 from ..data.task import Task
@@ -32,7 +32,7 @@ logger = logging.get_logger(__name__)
 # attribute
 _INSTANCES = {
     **dict.fromkeys(("model", "ref_model", "teacher_model", "processing_class"), ".from_pretrained(...)"),
-    **dict.fromkeys(("args", "peft_config", "quantization_config", "data_collator"), "(...)"),
+    **dict.fromkeys(("args", "peft_config", "quantization_config"), "(...)"),
     **dict.fromkeys(("train_dataset", "eval_dataset"), ".from_list(...)"),
 }
 
@@ -115,6 +115,45 @@ def refuse_unflattenable(arguments: Arguments, task: Task, collator: type) -> No
             "`padding_free=True` with `per_device_train_batch_size=1`: there is next to nothing to gain, because a "
             "batch of one example has next to no padding. Use a larger batch and fewer `gradient_accumulation_steps`."
         )
+
+
+def is_ours(trainer_class: type, method: str) -> bool:
+    """Whether no subclass of the user's has overridden a method of our trainers, or has brought it."""
+    owner = next((cls for cls in trainer_class.__mro__ if method in vars(cls)), None)
+    return owner is None or owner.__module__.startswith("trl_paddingfree.")
+
+
+def reads_rows(trainer_class: type, arguments: Arguments) -> bool:
+    """Whether TRL prepares the data, and no function or method of the user's, which may read anything."""
+    makes_rows = any(arguments.get(name) for name in ("formatting_func", "environment_factory", "rollout_func"))
+    skips = (vars(arguments["args"]).get("dataset_kwargs") or {}).get("skip_prepare_dataset")
+    return is_ours(trainer_class, "_prepare_dataset") and not (
+        makes_rows or skips or has_images(arguments.get("train_dataset"))
+    )
+
+
+def embeddings_of(model: PreTrainedModel) -> int | None:
+    """How many tokens the embeddings of a model have, or had before they were sharded; `None` if it does not say."""
+    modules = model.get_input_embeddings().modules()  # adapters may wrap the embeddings
+    return next((vars(module)["num_embeddings"] for module in modules if "num_embeddings" in vars(module)), None)
+
+
+def refuse_tokens_beyond(
+    model: PreTrainedModel, processor: Any, datasets: Iterable[tuple[str, AnyDataset]], columns: Sequence[str]
+) -> None:
+    """Refuse data with tokens that the `model` has no embeddings for; the `processor` may have made them."""
+    if (size := embeddings_of(model)) is None:
+        return
+    tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
+    advice = "Tokenize with the model's own tokenizer."
+    if isinstance(tokenizer, PreTrainedTokenizerBase) and (number := len(tokenizer)) > size:
+        advice = (
+            f"The tokenizer has {number} tokens: pass the model's own as `processing_class`, or call "
+            f"`model.resize_token_embeddings({number})`."
+        )
+    columns = [column for column in columns if column.endswith("ids") or column == "labels"]
+    for name, dataset in datasets:
+        refuse_unknown_tokens(dataset, name, columns, size, advice)
 
 
 def refuse_no_folder(output_dir: str) -> None:

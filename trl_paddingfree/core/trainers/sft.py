@@ -1,11 +1,13 @@
 """SFT without padding."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from transformers.trainer_pt_utils import LabelSmoother
 from trl import SFTConfig, SFTTrainer
 
-from ...data_checks.validate import log_dropped, refuse_unknown_tokens, refuse_unread_instructions
+from ...data_checks.validate import log_dropped, refuse_unread_instructions
 from .. import upstream
 from ..data.collate import FlatCollator, LanguageModelingCollator
 from ..data.lengths import AnyDataset
@@ -13,7 +15,7 @@ from ..data.task import Task
 from ..flat.batch import IGNORE_INDEX, Inputs
 from ..model.restored import attributes_set
 from .composed import CollatedTrainer
-from .configs import PaddingFreeSFTConfig
+from .configs import Arguments, PaddingFreeSFTConfig
 from .runtime import when_flat
 
 SFT = Task(
@@ -79,6 +81,9 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
         rows = self.train_dataset.with_format(None)["seq_lengths"]
         return np.array([[max(documents)] for documents in rows], dtype=np.int64)
 
+    def coupled_by_arguments(self, arguments: Arguments) -> list[str]:
+        return ["`compute_loss_func`"] if arguments.get("compute_loss_func") is not None else []
+
     def coupled_by(self) -> list[str]:
         # A user's own function may combine the rows of a micro-batch in any way
         reasons = super().coupled_by()
@@ -90,11 +95,9 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
             reasons.append(f"`neftune_noise_alpha={alpha}` and packing")  # noise scales with the packed row's length
         return reasons
 
-    def refuse_data(self, datasets: list[tuple[str, AnyDataset]]) -> None:
-        modules = self.flat_base(self.model).get_input_embeddings().modules()  # adapters may wrap the embeddings
-        sizes = [vars(module)["num_embeddings"] for module in modules if "num_embeddings" in vars(module)]
-        for name, dataset in datasets if sizes else ():
-            refuse_unknown_tokens(dataset, name, sizes[0])
+    def refuse_rows(self, dataset: AnyDataset, name: str, config: Any) -> None:
+        refuse_unread_instructions(dataset, name, config.dataset_text_field)
+        super().refuse_rows(dataset, name, config)
 
     def part_sizes(self, inputs: Inputs) -> dict[str, int]:
         scored = int((inputs["labels"][:, 1:] != IGNORE_INDEX).sum())
@@ -109,7 +112,7 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
     @when_flat
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         if formatting_func is None:
-            refuse_unread_instructions(dataset, dataset_name, args.dataset_text_field)
+            self.refuse_rows(dataset, dataset_name, args)
         prepared = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         if not packing:
             log_dropped(dataset_name, dataset, prepared, args.max_length)
