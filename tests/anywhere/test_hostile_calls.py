@@ -24,7 +24,8 @@ from tests.anywhere.test_calls import (
     unlabelled,
 )
 from tests.helpers.tiny import lora, make_model
-from trl_paddingfree import FlatModel, check_packed, padding_free
+from trl_paddingfree import FlatModel, UnprovenModelError, check_packed, padding_free
+from trl_paddingfree.anywhere.calls import PaddedCalls
 
 
 def moved(**options):
@@ -231,6 +232,61 @@ def test_a_head_may_answer_with_its_logits_alone_or_with_more(made):
         real = given["attention_mask"].bool()
         assert torch.allclose(found[real], expected[real], atol=TOLERANCE)
         assert counts_of(ours).padded > counts_of(ours).computed == counts_of(ours).real > counts_of(ours).distinct
+
+
+@pytest.mark.parametrize("mistake", ["mean of a row", "other rows", "flat tokens"])
+def test_what_a_model_answers_beside_logits_is_compared(mistake):
+    """Values that no loss of the check reads, from hidden states that are zero at padding."""
+    model = with_values(make_model())
+    head, seen = model.value.forward, []
+    model.model.norm.register_forward_hook(lambda module, args, output: seen.append(output))
+    model.value.forward = {
+        "mean of a row": lambda hidden: head(hidden - hidden.mean(1, keepdim=True)),
+        "other rows": lambda hidden: head(hidden) + hidden.square().mean(),
+        "flat tokens": lambda hidden: head(seen[-1]),
+    }[mistake]
+    with pytest.raises(UnprovenModelError, match="answers with `values`.*Leave the call out"):
+        padding_free(model)
+    assert FlatModel.of(model) is None or FlatModel.of(model).padded is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_of_each_token_are_proven(dtype, caplog):
+    model = with_values(make_model()).to(dtype)
+    ours, given = padding_free(copy.deepcopy(model)), rows("right")
+    assert "not compared" not in caplog.text
+    real = given["attention_mask"].bool()
+    values = [each(**given)["values"][real] for each in (model, ours)]
+    assert (values[0] - values[1]).norm() <= (TOLERANCE if dtype == torch.float32 else 0.05) * values[0].norm()
+    assert_is_flat(ours)
+
+
+def test_answers_that_cannot_be_compared_are_named(caplog):
+    model = make_model()
+
+    class Head(type(model)):
+        def forward(self, **kwargs):
+            output = super().forward(**kwargs)
+            return Valued(**output, values={"by": "hand", "scale": 2.0, "nothing": None})
+
+    model.__class__ = Head
+    padding_free(model)
+    assert "Head on cpu in float32, exact as far as it was compared on" in caplog.text
+    assert "`values.by` of the answers was not compared" in caplog.text
+
+
+def test_padding_on_the_left_is_tried_with_shared_prefixes(monkeypatch):
+    tried = []
+    flatten = PaddedCalls._flat_batch_of
+
+    def watched(calls, inputs):
+        found = flatten(calls, inputs)
+        tried.append((bool(inputs["attention_mask"][:, 0].all()), found[0].layout.segments.is_shared))
+        return found
+
+    monkeypatch.setattr(PaddedCalls, "_flat_batch_of", watched)
+    padding_free(make_model())
+    assert (False, True) in tried
 
 
 def test_a_loss_of_zero_does_not_say_what_is_read():

@@ -33,7 +33,7 @@ logger = logging.get_logger(__name__)
 # Where a backbone keeps its [`PaddedCalls`] and its original forward
 ATTRIBUTE = "padded_calls"
 # Outputs that are of the layout: they have no rows
-_STATES = {"state", *CACHES}
+STATES = {"state", *CACHES}
 
 
 class _Lock(threading.Condition):
@@ -123,7 +123,7 @@ class PaddedCalls(PaddedRows):
         own = self.flat_model.begin_pass(batch)
         with self.aside(), self._computing(batch), flat_backbone(self.flat_model, own, None, calls_decoder=True):
             outputs = forward(**flat_inputs(self.flat_model, own, _without_rows(inputs)))
-        self.has_logits_alone = isinstance(outputs, ModelOutput) and {*outputs} - _STATES == {"logits"}
+        self.has_logits_alone = isinstance(outputs, ModelOutput) and {*outputs} - STATES == {"logits"}
         return type(outputs)(logits=batch.tokens_to_rows(outputs.logits)) if self.has_logits_alone else None
 
     @torch.compiler.disable(reason=NOT_TRACED)
@@ -144,7 +144,7 @@ class PaddedCalls(PaddedRows):
         if isinstance(outputs, tuple):  # asked for by `return_dict=False`
             outputs = self._in_rows(batch, "tuple", outputs)
         else:
-            in_rows = {name: self._in_rows(batch, name, x) for name, x in outputs.items() if name not in _STATES}
+            in_rows = {name: self._in_rows(batch, name, x) for name, x in outputs.items() if name not in STATES}
             outputs = type(outputs)(**in_rows)
         return self._watched(outputs, padding, is_flat=True)
 

@@ -3,16 +3,18 @@
 import inspect
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from transformers.utils import logging
 
 from ..capabilities import module_of, needed
 from ..core import upstream
 from ..core.check.again import prove_again
-from ..core.check.comparison import HALF_DIGITS_FACTOR, relative_error, root_mean_square
+from ..core.check.comparison import HALF_DIGITS_FACTOR, Verdict, compare, relative_error, root_mean_square
 from ..core.check.probe import (
     as_tried,
     check_rows,
@@ -30,7 +32,7 @@ from ..core.model.flat_model import FlatModel
 from ..core.model.forward import is_pooled
 from ..core.model.restored import attributes_set
 from ..core.model.routes import choose_route
-from .calls import PaddedCalls
+from .calls import STATES, PaddedCalls
 
 logger = logging.get_logger(__name__)
 
@@ -39,6 +41,11 @@ _PROVEN_BY = (
     "`attention_mask`, `labels` and `use_cache`. If this is a wrapper of your own, call `padding_free` with the model "
     "in it, which is changed in place."
 )
+
+# Answers beside logits that differ by up to this, relative to their norm, need no measure of the model's own noise
+_LEAST = 0.01
+# Answers that are compared, or are no part of rows, in other ways
+_JUDGED = {*STATES, "logits", "aux_loss"}
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -103,7 +110,7 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True, 
         with attributes_set(quietly):
             result, _ = prove(base, route, call=call)
             with as_tried(base):
-                call.try_calls(result.tolerance)
+                unknown = call.try_calls(result.tolerance)
             compile_layers(flat, {} if torch_compile else None)
             if torch_compile:
                 prove_again(base, call, vary=compiled.COMPILED)
@@ -114,9 +121,12 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True, 
         if isinstance(error, UnprovenModelError):  # its message names the option of the trainers
             raise UnprovenModelError(str(error).replace("Set `padding_free=False`", "Leave the call out")) from None
         raise
+    missing = [*result.not_compared, *(f"`{name}` of the answers was not compared" for name in unknown)]
+    verdict = "exact as far as it was compared" if missing else "exact"
     where = f"{type(base).__name__} on {base.device.type} in {compute_dtype(base)}".replace("torch.", "")
     seconds = f"checked in {time.perf_counter() - start:.1f} s"
-    logger.warning(f"padding_free, {result.route}: {where}, exact on {result.tried} ({seconds}).")
+    gaps = "".join(f"; {gap}" for gap in missing)
+    logger.warning(f"padding_free, {result.route}: {where}, {verdict} on {result.tried}{gaps} ({seconds}).")
     logger.info(f"The start-up check: {result}.")
     return model
 
@@ -163,17 +173,32 @@ class _CallWithRows:
         """The answers to the same rows, computed flat and as before."""
         return [self.answers(inputs, is_flat, with_labels) for is_flat in (True, False)]
 
-    def try_calls(self, tolerance: float) -> None:
+    def try_calls(self, tolerance: float) -> list[str]:
         """
         Exclude kinds of calls that the model itself answers differently: rows with padding on the left, router losses
-        that count padding, and heads that are given labels.
+        that count padding, and heads that are given labels. Returns the names of answers that cannot be compared.
+
+        Raises:
+            [`UnprovenModelError`]: A plain call answers differently with something beside logits, such as `values`.
         """
         calls, pooled, config = self.calls, is_pooled(self.base), self.base.config.get_text_config()
         calls.with_left_padding = calls.with_routers = calls.with_labels = True  # whatever an earlier check has found
         tokens, half_digits = tried_tokens(self.base), rounding_unit(self.base) ** 0.5
-        rows = [tokens[row] for row in check_rows(len(tokens), draw=0)]
-        right = row_inputs(self.base, rows)
-        left = {name: x.flip(1) if torch.is_tensor(x) else x for name, x in right.items()}  # rows the other way round
+        *places, last = check_rows(len(tokens), draw=0)
+        # With a second row of one length, which with padding on the left, too, shares a prefix in the same columns
+        alike = np.append(places[2][:9], (places[2][9:] + 1) % len(tokens))
+        rows = [tokens[row] for row in (*places, last, alike)]
+        right, wider = row_inputs(self.base, rows), row_inputs(self.base, rows, len(rows[0]) + 5)
+        others, unknown = self.compared(right, wider, self.both(right))
+        if not others.passed:
+            raise UnprovenModelError(
+                f"{type(self.model).__name__} answers with {others.reason} where padding is left out: its head reads "
+                "padding, or other rows. Leave the call out to train it with padding, or have its head read each token "
+                "by itself."
+            )
+        lengths, width = right["attention_mask"].sum(1, keepdim=True), len(rows[0])
+        order = (torch.arange(width, device=lengths.device) + lengths) % width
+        left = {name: x.gather(1, order) if torch.is_tensor(x) else x for name, x in right.items()}
         if not pooled:  # without the first token of each row, which padding would predict
             mask = left["attention_mask"].bool()
             has_context = mask & torch.nn.functional.pad(mask, (1, -1))
@@ -181,14 +206,60 @@ class _CallWithRows:
             # Any token may pad: that of the model may have an embedding of zero
             left["input_ids"] = left["input_ids"].masked_fill(~mask, int(rows[0][0]))
         with torch.enable_grad():  # without gradients, such calls are not computed flat
-            flat, padded = (vars(x)["logits" if pooled else "log_probs"].detach().double() for x in self.both(left))
-        calls.with_left_padding = root_mean_square(flat - padded) <= tolerance
+            answers = self.both(left)
+        flat, padded = (vars(x)["logits" if pooled else "log_probs"].detach().double() for x in answers)
+        is_same = root_mean_square(flat - padded) <= tolerance
+        calls.with_left_padding = is_same and self.compared(left, wider, answers)[0].passed
         if architecture.config_value(config, "output_router_logits") is not None:
             # Far more padding than tokens: a router loss that counts padding differs by more than rounding
             wide = {**row_inputs(self.base, rows, 4 * right["input_ids"].size(1)), "output_router_logits": True}
             flat, padded = (x.output.get("aux_loss") for x in self.both(wide))
             calls.with_routers = flat is None or relative_error(flat, padded) <= half_digits
         if not pooled and "labels" in inspect.signature(self.base.forward).parameters:
-            answers = self.both(right, with_labels=True)  # of losses, each by itself: they are small beside the others
-            flat, padded = ((x.log_probs, x.output.get("loss", torch.zeros(()))) for x in answers)
-            calls.with_labels = max(map(relative_error, flat, padded)) <= HALF_DIGITS_FACTOR * half_digits
+            answers = self.both(right, with_labels=True)
+            is_same = relative_error(*(x.log_probs for x in answers)) <= HALF_DIGITS_FACTOR * half_digits
+            calls.with_labels = is_same and self.compared(right, wider, answers, with_labels=True)[0].passed
+        return unknown
+
+    def compared(
+        self, inputs: Inputs, wider: Inputs, answers: list[Any], with_labels: bool = False
+    ) -> tuple[Verdict, list[str]]:
+        """
+        Whether all that the model answers beside logits is the same on the tokens of rows, computed flat and as before,
+        as far as rows with more padding, `wider`, explain differences. Also the names of what cannot be compared.
+        """
+        flat, padded = (_by_name(answer.output, inputs["attention_mask"].bool()) for answer in answers)
+        known = {name: x for name, x in padded.items() if x is not None}
+        unknown = [*padded.keys() - known.keys()]
+        shapes = [{name: x.shape for name, x in each.items() if x is not None} for each in (flat, padded)]
+        if unlike := [name for name in {**padded, **flat} if shapes[0].get(name) != shapes[1].get(name)]:
+            return Verdict(failure=f"`{unlike[0]}` of other shapes"), unknown
+
+        def noise() -> dict[str, torch.Tensor]:
+            found = _by_name(self.answers(wider, with_labels=with_labels).output, wider["attention_mask"].bool())
+            alike = {name for name, x in known.items() if torch.is_tensor(y := found.get(name)) and y.shape == x.shape}
+            return {**known, **{name: found[name] for name in alike}}
+
+        verdict = compare(known, {name: flat[name] for name in known}, noise, rounding_unit(self.base), _LEAST)
+        return replace(verdict, worst=f"`{verdict.worst}`"), unknown
+
+
+def _by_name(output: object, real: torch.Tensor, name: str = "") -> dict[str, Any]:
+    """
+    All that a model answers beside logits, and what is judged by itself, by name: float64 on the CPU, of the tokens
+    `real` where it has tokens; `None` for what is no number.
+    """
+    if isinstance(output, dict):
+        entries = dict.items(output)  # a field may have the name of a method
+        parts = [(f"{name}.{key}".strip("."), x) for key, x in entries if key not in _JUDGED and x is not None]
+    elif isinstance(output, tuple | list):
+        parts = [(f"{name}[{i}]", x) for i, x in enumerate(output)]
+    elif torch.is_tensor(output):
+        if output.shape[:2] == real.shape:
+            output = output[real.to(output.device)]
+        elif output.ndim and len(output) == real.numel():
+            output = output[real.flatten().to(output.device)]
+        return {name: output.detach().double().cpu()}
+    else:
+        return {name: torch.tensor(output).double() if isinstance(output, int | float) else None}
+    return {key: x for part, value in parts for key, x in _by_name(value, real, part).items()}
