@@ -25,7 +25,7 @@ from ..core.check.probe import (
     tried_tokens,
 )
 from ..core.check.prove import UnprovenModelError, prove
-from ..core.flat.batch import IGNORE_INDEX, Inputs
+from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..core.model import architecture
 from ..core.model.adapters import why_padded
 from ..core.model.flat_model import FlatModel
@@ -137,9 +137,11 @@ class _CallWithRows:
     def __init__(self, model: torch.nn.Module, calls: PaddedCalls):
         self.model, self.calls, self.base = model, calls, calls.model
 
-    def __call__(self, flat_batch: object = None, **inputs: Any) -> Any:
+    def __call__(self, flat_batch: FlatBatch | None = None, **inputs: Any) -> Any:
         before = self.calls.flat_model.counts
-        answers = self.answers(inputs, is_flat=flat_batch is not None)
+        is_shared = flat_batch is not None and flat_batch.layout.segments.is_shared
+        with attributes_set([(self.calls, "shares_prefixes", is_shared)]):  # the check tries rows side by side, too
+            answers = self.answers(inputs, is_flat=flat_batch is not None)
         if flat_batch is not None and self.calls.flat_model.counts == before:
             raise ValueError(
                 f"the forward of {type(self.base).__name__} calls neither its `base_model` nor its decoder with rows"

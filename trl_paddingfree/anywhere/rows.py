@@ -31,6 +31,7 @@ class PaddedRows:
         # Token types, which tokenizers return even for models that do not take them
         self.ignored = {*TYPE_ROWS} - inspect.signature(model.base_model.forward).parameters.keys()
         self.follows_longest = bool(architecture.rotary_limits(model.config.get_text_config()))
+        self.shares_prefixes = True  # if the route does
         # Whether calls are computed flat if they have padding on the left, ask for router losses, or have labels
         self.with_left_padding = self.with_routers = self.with_labels = True
         # Whether the loss reads answers at padding, such as predictions of first tokens by padding on the left; `None`
@@ -130,9 +131,8 @@ class PaddedRows:
             )
             return reason, padding
         reach = int(positions.max()) + 1 if self.follows_longest else None
-        return FlatBatch.from_padded(
-            ids, mask, None, positions, prefix_sharing=self.flat_model.route.prefix_sharing, reach=reach
-        ), padding
+        is_shared = self.shares_prefixes and self.flat_model.route.prefix_sharing
+        return FlatBatch.from_padded(ids, mask, None, positions, prefix_sharing=is_shared, reach=reach), padding
 
 
 def _on_host(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
