@@ -17,6 +17,7 @@ from transformers import Trainer, TrainerCallback
 from trl import DPOTrainer, SFTTrainer
 
 from scripts.benchmark.studies.arranging import imbalance
+from tests.helpers.memory import LAYERS, most_slices
 from tests.helpers.tiny import (
     DATA,
     FOLLOWING,
@@ -245,6 +246,41 @@ def test_a_loss_of_ones_own_may_be_any_function_of_a_micro_batch(model_dir, task
     assert_same(run(task, "ours", **common), run(task, "ours", **common, max_tokens_per_micro_batch=130), ignored=())
     with pytest.raises(ValueError, match="with `Mine.compute_loss` without `part_sizes` the loss of an"):
         run(task, "ours", **common, arrange_micro_batches="tokens")
+
+
+def calling(trainer_class, reads_logits):
+    """A trainer whose loss calls the models itself, and leaves out TRL's."""
+
+    class Calling(trainer_class):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            rows = {name: x for name, x in inputs.items() if name not in ("completion_mask", "labels")}
+            labels = (
+                inputs["labels"]
+                if "labels" in inputs
+                else inputs["input_ids"].where(inputs["completion_mask"] == 1, -100)
+            )
+            if reads_logits:
+                return model(**rows, labels=labels).loss
+            outputs = model(**rows, labels=labels, fused_lm_head=True)
+            with torch.no_grad():
+                expected = self.ref_model(**rows, labels=labels, fused_lm_head=True).log_probs
+            return (outputs.log_probs - expected).sum(1).square().mean()
+
+    return Calling
+
+
+@pytest.mark.parametrize("limit", ["memory", "tokens"])
+@pytest.mark.parametrize(("task", "reads_logits"), [("sft", True), ("dpo", True), ("dpo", False)])
+def test_a_loss_that_calls_the_model_itself_keeps_to_a_budget(folder, task, reads_logits, limit, passes, hold_tokens):
+    options = {"train_dataset": DATA[task](16, SEED), "per_device_train_batch_size": 8, "steps": 2, "model": folder}
+    padded = run(task, "padded", trainer_class=calling(TRAINERS[task].trl_trainer, reads_logits), **options)
+    if limit == "memory":
+        hold_tokens(LAYERS * 32)
+    budget = {"memory_budget": 8} if limit == "memory" else {"max_tokens_per_micro_batch": 32}
+    ours = run(task, "ours", trainer_class=calling(TRAINERS[task], reads_logits), **options, **budget)
+    assert_same(padded, ours)
+    assert most_slices([each for each in passes if each.trains]) > 1
+    assert all(each.schedule.largest_slice(each.batch.counts.computed) <= 32 for each in passes)
 
 
 def test_a_class_that_is_mixed_in_after_ours_is_made_and_its_loss_is_its_own(model_dir):

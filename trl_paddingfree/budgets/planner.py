@@ -18,6 +18,7 @@ from ..core.flat.batch import FlatBatch
 from ..core.flat.counts import of_all_processes
 from ..core.flat.schedule import Schedule
 from ..core.model.flat_model import FlatModel
+from ..core.model.hooks import PassHook
 from ..core.trainers.engine import is_sharded
 from ..groups.sequence import scored_sizes
 from ..slices.axis import cut_by_size, kept_keys, sizes_to_try
@@ -36,9 +37,10 @@ _SAVED = ("limit", "budget", "has_shrunk", "observed", "most_measured")
 
 
 @dataclass(eq=False)
-class MemoryPlanner:
+class MemoryPlanner(PassHook):
     """
-    Schedules each pass of a run under a `limit` of tokens, a `budget` in bytes, or both, and records what they took.
+    Schedules each pass of a run, as a model begins it, under a `limit` of tokens, a `budget` in bytes, or both, and
+    records what they took.
 
     Schedules depend on sizes that the host knows and on what checkpoints save, never on memory that happens to be free:
     a resumed run gets the same ones. `needs` are those of micro-batches under `memory_budget`, the `option`; without
@@ -71,19 +73,25 @@ class MemoryPlanner:
 
     # --- schedules --------------------------------------------------------------------------------------------------
 
+    def begin(self, flat_model: FlatModel, batch: FlatBatch) -> FlatBatch:
+        """The batch, scheduled. With gradients, the trained model must have room for it."""
+        if batch.schedule != Schedule():  # of whoever calls the model
+            return batch
+        return self.scheduled(batch, trains=torch.is_grad_enabled() and flat_model is self.flat_model)
+
     def scheduled(self, batch: FlatBatch, trains: bool) -> FlatBatch:
-        """A batch, and its companion, with their schedules. If it `trains`, it must fit, and its pass begins."""
+        """A batch with its schedule. If it `trains`, it must fit, and its pass begins."""
         own = self.own_schedule(batch)
         # Processes that gather weights together agree on a schedule
         batch = replace(batch, schedule=self._agreed(batch, own) if self.is_sharded else own)
-        if batch.companion is not None:
-            batch = replace(batch, companion=self.scheduled(batch.companion, trains=False))
         if trains:
             if self.why_whole:
                 self.refuse_oversized(batch.counts.computed)
             if batch.schedule.peak > self.budget and not self.has_shrunk:
                 raise self.too_small_for(batch)
-            self.current, self.held = batch, self.device_memory.begin() if self.corrects else 0
+            if self.current is None:  # a loss of one's own may call the model more than once
+                self.held = self.device_memory.begin() if self.corrects else 0
+            self.current = batch
         return batch
 
     def own_schedule(self, batch: FlatBatch) -> Schedule:

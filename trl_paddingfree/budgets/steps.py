@@ -160,7 +160,8 @@ class TrainingSteps:
             for number, part in enumerate(parts, 1):
                 self.remember()
                 try:
-                    losses.append(self._run_pass(step, part, metrics, number == len(parts)))
+                    with self.trainer.flat.scheduling():
+                        losses.append(self._run_pass(step, part, metrics, number == len(parts)))
                 finally:
                     self.attempt.finish()
             if metrics is not None:

@@ -102,6 +102,6 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
         if "flat_batch" not in inputs:  # from a data loader of the user's
             return super().compute_ref_log_probs(model, inputs)
         # Here, TRL calls the model without a `flat_batch`, on the matched rows and then on the mismatched ones
-        batch = self.scheduled(inputs)["flat_batch"]
-        batches = iter((batch, batch.companion))
-        return super().compute_ref_log_probs(lambda **kwargs: model(**kwargs, flat_batch=next(batches)), inputs)
+        batches = iter((inputs["flat_batch"], inputs["flat_batch"].companion))
+        with self.flat.scheduling():
+            return super().compute_ref_log_probs(lambda **kwargs: model(**kwargs, flat_batch=next(batches)), inputs)

@@ -95,8 +95,8 @@ class Online(FlatTrainer):
         make: Make = FlatBatch.from_padded,
     ) -> FlatBatch:
         """
-        Flatten `(R, L)` rows, with prompts padded on the left and completions on the right, and schedule their pass,
-        which trains if gradients are enabled. `make` makes the flat batch.
+        Flatten `(R, L)` rows, with prompts padded on the left and completions on the right. If gradients are enabled,
+        they count as trained. `make` makes the flat batch.
         """
         reach = self.flat.reach_of(input_ids.size(1))
         batch = make(
@@ -105,10 +105,8 @@ class Online(FlatTrainer):
             pad_to_multiple_of=self.pad_to_multiple_of,
             reach=reach,
         )
-        if trains := torch.is_grad_enabled():  # the policy's pass
+        if torch.is_grad_enabled():  # the policy's pass
             self.flat.counts.new.append(batch.counts)
-        if self.flat.planner is not None:
-            batch = self.flat.planner.scheduled(batch, trains)
         return batch.to(input_ids.device, non_blocking=True)
 
     def flattener(self, inputs: Inputs) -> Flattener:

@@ -61,7 +61,7 @@ class FlatBatch(HasTensors):
         checksum (`int`, *optional*, defaults to `0`):
             Checksum of rows and labels, on the host, by which processes verify that they got the same batch.
         schedule ([`~trl_paddingfree.core.flat.schedule.Schedule`], *optional*):
-            How to compute the batch. Under a budget, the trainer sets it before the model gets the batch.
+            How to compute the batch. Under a budget, the planner sets it as a pass begins.
 
     >>> from trl_paddingfree import FlatBatch
     >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])

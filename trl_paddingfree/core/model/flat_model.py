@@ -212,11 +212,11 @@ class FlatModel:
 
     def begin_pass(self, batch: FlatBatch) -> FlatBatch:
         """Begin a pass: set the layers that recompute, and return `batch` as this model can compute it."""
+        for hook in (*batch.hooks, *self.hooks):
+            batch = hook.begin(self, batch)
         if torch.is_grad_enabled():
             self.has_trained = True
             self.set_recompute(batch.schedule)
-        for hook in (*batch.hooks, *self.hooks):
-            batch = hook.begin(self, batch)
         if batch.schedule.cuts and self.why_whole:  # made for another model
             return replace(batch, schedule=Schedule())
         return batch

@@ -190,7 +190,8 @@ class FlatTrainer(Trainer):
     @when_flat
     def prediction_step(self, model, inputs, *args, **kwargs):
         weigh_last_batch(self, inputs)
-        outputs = super().prediction_step(model, inputs, *args, **kwargs)
+        with self.flat.scheduling():
+            outputs = super().prediction_step(model, inputs, *args, **kwargs)
         self.refuse_edits()
         return outputs
 
@@ -213,19 +214,13 @@ class FlatTrainer(Trainer):
             return super().compute_loss(model, inputs, *args, **kwargs)
         if self.flat.check.unproven:  # evaluation may come before any step of training
             self.flat.prove(self, model)
-        if self.flat.planner is not None:
-            inputs = self.scheduled(inputs, torch.is_grad_enabled())
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
         if (steps := self.flat.steps) is None:
-            return loss
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        with self.flat.scheduling():  # it may be called outside of any step
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
         if steps.planner.current is not None:  # around its reference pass, TRL turned checkpointing off and on again
             self.flat.trained.set_recompute(steps.planner.current.schedule)
         return loss if steps.part is None else steps.weighted(loss)
-
-    def scheduled(self, inputs: Inputs, trains: bool = False) -> Inputs:
-        """The inputs of a pass, with a flat batch that is scheduled within the budget."""
-        planner, batch = self.flat.planner, inputs.get("flat_batch")
-        return {**inputs, "flat_batch": planner.scheduled(batch, trains)} if planner and batch is not None else inputs
 
     def padded_counts(self, inputs: Inputs) -> BatchCounts:
         """The token counts of a padded micro-batch."""

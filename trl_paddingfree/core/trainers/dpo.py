@@ -96,4 +96,5 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
     @when_flat
     def compute_ref_log_probs(self, model, inputs):
         self.flat.prove(self, model)
-        return super().compute_ref_log_probs(model, self.scheduled(inputs))
+        with self.flat.scheduling():
+            return super().compute_ref_log_probs(model, inputs)

@@ -1,7 +1,7 @@
 """What this package keeps for one trainer, and the decorator that skips its overrides while the trainer pads."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -121,6 +121,13 @@ class Runtime:
     def _prove_compiled(self, models: list[torch.nn.Module]) -> None:
         if self.compiler is not None:
             self.check.prove_again(models, module_of("compiled", "layers").COMPILED)
+
+    def scheduling(self) -> AbstractContextManager[None]:
+        """Within this context, models schedule each pass within the budgets, whatever calls them."""
+        if (planner := self.planner) is None:
+            return nullcontext()
+        models = (model for model in self.models if planner not in model.hooks)
+        return attributes_set((model, "hooks", (*model.hooks, planner)) for model in models)
 
     def rotary_limits(self) -> dict[str, int]:
         """By `rope_type`: the row length from which rotary frequencies of a model depend on the longest row."""
