@@ -1,6 +1,7 @@
 """Budgets that are too small, or stand beside what they cannot, are refused by name."""
 
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from transformers import LlamaForCausalLM
 from tests.helpers.memory import budgeted, layered, with_images
 from tests.helpers.tiny import ROUTED, SEED, conversations, make_model, preference_data
 from tests.helpers.vision import vision_pairs
-from tests.runs import run
+from tests.runs import make_trainer, run
+from trl_paddingfree import FlatBatch
 from trl_paddingfree.budgets.device import budget_bytes
 from trl_paddingfree.core.device import GIB
 
@@ -93,6 +95,25 @@ def test_a_budget_that_the_longest_completion_does_not_fit_into_is_refused(data)
 
     assert least(max_completion_length=1000) > least()
     run("grpo", "shared", **layered("grpo"), train_dataset=data, memory_budget=least(), steps=1)
+
+
+def test_the_budget_that_is_named_for_generated_rows_holds_them(data, monkeypatch):
+    """Whether or not they have one prompt. Which of the two needs more depends on the lengths."""
+    trainer = make_trainer("grpo", "shared", **layered("grpo"), train_dataset=data, memory_budget=8)
+    plan, larger = trainer.flat.planner, set()
+    for prompt, completion, number in product((1, 40, 200, 600), (30, 100, 500), (2, 8)):
+        monkeypatch.setattr(trainer, "longest_prompt", lambda prompt=prompt: prompt)
+        trainer.max_completion_length, trainer.args.per_device_train_batch_size = completion, number
+        plan.budget = 1
+        with pytest.raises(ValueError, match="of `max_completion_length") as error:
+            trainer.refuse_small_budget(plan)
+        plan.budget = float(re.search(r"at least ([\d.]+), or", str(error.value))[1]) * GIB
+        rows = [[0] * prompt + [i + 1] * completion for i in range(number)]
+        labels = [[-100] * prompt + row[prompt:] for row in rows]
+        least = [plan.least_bytes(FlatBatch.from_rows(rows, labels, prefix_sharing=x)) for x in (False, True)]
+        assert max(least) <= plan.budget
+        larger.add(least[0] < least[1])
+    assert larger == {False, True}
 
 
 def test_the_memory_that_vllm_leaves_is_not_guessed(data):

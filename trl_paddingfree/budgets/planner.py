@@ -55,6 +55,7 @@ class MemoryPlanner(PassHook):
     budget: int = 0
     needs: MemoryNeeds | None = None
     is_reentrant: bool = False  # whether layers use reentrant checkpoints
+    measures: bool = True  # whether measured peaks may correct the prediction, which resets PyTorch's peak
     has_shrunk: bool = False  # whether a failed allocation has lowered the limit
     current: FlatBatch | None = None  # the batch of the training pass under way, once it is scheduled
     held: int = 0  # bytes that tensors held before that pass
@@ -229,7 +230,7 @@ class MemoryPlanner(PassHook):
     @property
     def corrects(self) -> bool:
         """Whether measured peaks still correct the prediction: only those of the first micro-batches do."""
-        return self.needs is not None and self.device_memory.can_reset and self.observed < CORRECTED
+        return self.needs is not None and self.measures and self.device_memory.can_reset and self.observed < CORRECTED
 
     def finish(self, has_stepped: bool) -> None:
         """Record a completed pass. `has_stepped` says whether the optimizer has its state by now."""

@@ -34,6 +34,7 @@ def make_planner(trainer: Any) -> MemoryPlanner:
         limit=flat.options.max_tokens_per_micro_batch,
         option=option,
         is_reentrant=upstream.is_reentrant(args),
+        measures=args.skip_memory_metrics,  # else transformers reads the peak since training began
     )
     if option is None:
         return planner

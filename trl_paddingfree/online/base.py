@@ -164,12 +164,13 @@ class Online(FlatTrainer):
         number = self.args.per_device_train_batch_size
         rows = [[0] * prompt + [i + 1] * completion for i in range(number)]  # all with one prompt
         labels = [[IGNORE_INDEX] * prompt + row[prompt:] for row in rows]
-        # Refused if not even rows of one prompt fit; the error names the budget for rows with a prompt each
-        best = FlatBatch.from_rows(rows, labels, prefix_sharing=self.flat.trained.route.prefix_sharing)
-        if planner.least_bytes(best) > planner.budget:
-            worst = FlatBatch.from_rows(rows, labels, prefix_sharing=False)
+        # Refused if rows of one prompt do not fit. The error names a budget that also holds rows with a prompt each
+        shared = FlatBatch.from_rows(rows, labels, prefix_sharing=self.flat.trained.route.prefix_sharing)
+        if planner.least_bytes(shared) > planner.budget:
+            apart = FlatBatch.from_rows(rows, labels, prefix_sharing=False)
+            larger = max(shared, apart, key=planner.least_bytes)  # which it is depends on the lengths
             named = f"a micro-batch of {number} rows, each {name}"
-            raise planner.too_small_for(worst, named, "`max_completion_length`")
+            raise planner.too_small_for(larger, named, "`max_completion_length`")
 
     def longest_prompt(self) -> int:
         """Tokens of the prompt with the most characters; 1 if no prompt is known yet."""
