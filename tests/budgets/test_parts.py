@@ -185,6 +185,28 @@ def test_a_trainer_in_another_thread_does_not_see_parts(task, made):
     assert len(runs) == 2
 
 
+@pytest.mark.parametrize("is_spread", [False, True])
+def test_backward_passes_over_several_devices_run_in_one_thread(is_spread, monkeypatch):
+    """Two threads would recompute one slice at once, which PyTorch's checkpoints do not expect."""
+    options = {**arguments("dpo", adapters=False), "max_tokens_per_micro_batch": 40, "loss_type": "aot", "steps": 1}
+    trainer, seen = make_trainer("dpo", "ours", **options), set()
+
+    def spread(*_, **__):  # once the trainer has moved the model: no second device is there to put a layer on
+        elsewhere = torch.empty(1, device="meta")
+        trainer.model.elsewhere = torch.nn.Parameter(elsewhere, requires_grad=False)
+
+    callback = TrainerCallback()
+    callback.on_step_begin = spread if is_spread else callback.on_step_begin
+    trainer.add_callback(callback)
+    backward = torch.Tensor.backward
+    monkeypatch.setattr(
+        torch.Tensor, "backward", lambda *args: seen.add(torch._C._is_multithreading_enabled()) or backward(*args)
+    )
+    trainer.train()
+    assert seen == {not is_spread}
+    assert torch._C._is_multithreading_enabled()
+
+
 class NoSuchPairError(Exception):
     """What a guard of the user's raises."""
 

@@ -7,7 +7,7 @@ computed in slices beneath the loss, see [`~trl_paddingfree.slices.decoder`].
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,15 @@ def synchronizing(accelerator: Accelerator, model: torch.nn.Module, is_last: boo
         skips_sync = not (is_last or adds_up_shards(accelerator))  # FSDP's `no_sync` keeps unsharded gradients
         with accelerator.no_sync(model) if skips_sync else nullcontext():
             yield
+
+
+def in_one_thread(model: torch.nn.Module) -> AbstractContextManager[Any]:
+    """
+    A context for passes of a model whose weights lie on several devices (`device_map`): autograd would have a thread
+    for each, and where a router's loss reaches two of them, both would recompute one slice at the same time.
+    """
+    is_spread = len({parameter.device for parameter in model.parameters()}) > 1
+    return torch.autograd.set_multithreading_enabled(False) if is_spread else nullcontext()
 
 
 def weigh_last_batch(trainer: Any, inputs: Inputs) -> None:
@@ -160,7 +169,7 @@ class TrainingSteps:
             for number, part in enumerate(parts, 1):
                 self.remember()
                 try:
-                    with self.trainer.flat.scheduling():
+                    with self.trainer.flat.scheduling(), in_one_thread(self.trainer.model):
                         losses.append(self._run_pass(step, part, metrics, number == len(parts)))
                 finally:
                     self.attempt.finish()
