@@ -4,6 +4,7 @@ import inspect
 
 import torch
 
+from ..core.data.padded import default_positions, jumps, scores_padding
 from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..core.flat.transfer import Arriving, on_device
 from ..core.model import architecture
@@ -26,8 +27,7 @@ class PaddedRows:
         self.model = model = flat_model.model
         self.classifies_rows = architecture.classifies_rows(model)
         # Whether positions, if not given, are counted from the first token of a row (as in OPT), not by column
-        embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-        self.counts_by_mask = any("attention_mask" in inspect.signature(x.forward).parameters for x in embeddings)
+        self.counts_by_mask = architecture.counts_by_mask(model)
         # Token types, which tokenizers return even for models that do not take them
         self.ignored = {*TYPE_ROWS} - inspect.signature(model.base_model.forward).parameters.keys()
         self.follows_longest = bool(architecture.rotary_limits(model.config.get_text_config()))
@@ -97,16 +97,14 @@ class PaddedRows:
             return "it has padding on the left, and `logits_to_keep` picks columns of it", None
         positions = values.get("position_ids")
         if positions is None:
-            counted = mask if self.counts_by_mask else torch.ones_like(ids)
-            positions = (counted.cumsum(1) - 1) * counted
-        elif ((positions.diff() != 1) & real[:, 1:] & real[:, :-1]).any() or ((positions < 0) & real).any():
+            positions = default_positions(mask, self.counts_by_mask)
+        elif jumps(positions, real).any():
             return "its `position_ids` start again or leave some out, as in packed rows", None
         # The answer would depend on what the model computes for padding
         for name in values.keys() & _LABELS:
-            scored = values[name] != IGNORE_INDEX
             # The heads of most language models score the label of the next token, those of some (Whisper) their own
             moves = name == "labels" and not self.flat_model.is_pooled
-            if (scored & ~real).any() or moves and (scored[:, 1:] & ~real[:, :-1]).any():
+            if scores_padding(values[name], real, moves).any():
                 return f"`{name}` has others than {IGNORE_INDEX} where padding would be scored", None
         if self.classifies_rows:
             padding = self.model.config.get_text_config().pad_token_id  # the head finds the last token by this id

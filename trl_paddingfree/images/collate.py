@@ -65,6 +65,10 @@ class FlatVisionCollator(FlatCollator):
     rules: VisionRules | None = None  # how the model reads images; needed if `padding_free`
     is_tried: bool = True  # whether the start-up check has tried images
 
+    @classmethod
+    def flattens(cls, other: object) -> bool:
+        return type(other) in cls.__bases__  # a subclass may process images in a way of its own
+
     def rows(self, examples: list[Example]) -> Inputs:
         """TRL's rows, with each image once."""
         return self.padded(examples)

@@ -324,10 +324,11 @@ def test_what_flat_outputs_cannot_give_is_named():
     model = tiny_model("gpt2", attn_implementation="sdpa")
     flat_model(model)
     batch, rows = FlatBatch.from_rows([[1, 2, 3]], [[1, 2, 3]]), torch.zeros(1, 3, dtype=int)
-    given = {"use_cache": True, "position_ids": rows, "logits_to_keep": 1, "token_type_ids": rows, "return_dict": False}
+    given = {"use_cache": True, "logits_to_keep": 1, "token_type_ids": rows, "return_dict": False}
     given["past_key_values"] = DynamicCache()  # it would hold the keys of the flat row
     refused = {name: f"`{name}` was given to the model beside" for name in given}
     refused |= {f"output_{name}": f"has no `{name}` of rows" for name in ("hidden_states", "attentions")}
+    refused["position_ids"], given["position_ids"] = "edited after .*: other `position_ids`", rows
     refused["return_dict"] = "`return_dict=False`: a flat batch is answered by name"
     for name, message in refused.items():
         with pytest.raises(ValueError, match=message):

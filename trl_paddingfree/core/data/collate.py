@@ -1,5 +1,6 @@
 """Collators: TRL's padded rows, plus the flat batch that the model computes instead."""
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
@@ -36,6 +37,8 @@ class FlatCollator(DataCollatorMixin):
         rotary_limit (`int`, *optional*):
             The row length from which rotary frequencies of the model depend on the longest row. Flat batches of rows
             that are padded to this length or beyond have the frequencies of the padded rows.
+        collate (`Callable`, *optional*):
+            Another collator, from examples to rows, which takes the place of TRL's: see [`FlatCollator.of`].
 
     >>> from dataclasses import dataclass
     >>> from trl.trainer.dpo_trainer import DataCollatorForPreference
@@ -52,6 +55,7 @@ class FlatCollator(DataCollatorMixin):
     prefix_sharing: bool = True
     keeps_rows: bool = False
     rotary_limit: int | None = None
+    collate: Callable[[list[Example]], Inputs] | None = None
 
     # Rows per example; the first rows of all examples come first, then the second ones. `None`: two of a pair, else
     # the number of rows divided by that of examples. A collator that leaves out examples must set it
@@ -62,6 +66,25 @@ class FlatCollator(DataCollatorMixin):
     def row_labels(self, rows: Inputs) -> torch.Tensor:
         """`(R, L)` int64: the tokens of `rows` that are scored, else -100. By default, those in `completion_mask`."""
         return rows["input_ids"].masked_fill(rows["completion_mask"] == 0, IGNORE_INDEX)
+
+    @classmethod
+    def flattens(cls, other: object) -> bool:
+        """Whether `of` takes `other`, a collator that knows of no flat batches: TRL's own, or a subclass of it."""
+        return isinstance(other, cls.trl_collators())
+
+    @classmethod
+    def trl_collators(cls) -> tuple[type, ...]:
+        """TRL's collators that this class extends."""
+        return tuple(x for x in cls.__bases__ if not issubclass(x, FlatCollator) and x is not DataCollatorMixin)
+
+    @classmethod
+    def of(cls, other: Any) -> Self:
+        """A collator that makes the rows of `other` flat, with all that it holds, fields or not."""
+        made = FlatCollator.changed(other)
+        made.__class__ = cls
+        if type(other) not in cls.__bases__:
+            made.collate = other  # a subclass may give other rows than TRL's
+        return made
 
     def changed(self, **values: Any) -> Self:
         """A copy with these `values`, which shares everything else that a subclass holds, fields or not."""
@@ -87,7 +110,7 @@ class FlatCollator(DataCollatorMixin):
         return make(rows["input_ids"], mask, self.row_labels(rows), **options)
 
     def __call__(self, features: list[Example], return_tensors: str | None = None) -> Inputs:
-        rows = super().__call__(features, return_tensors)
+        rows = super().__call__(features, return_tensors) if self.collate is None else self.collate(features)
         if not self.padding_free:
             return rows
         collated = self.collated_rows(rows, features)

@@ -27,6 +27,8 @@ class Task:
         collator, vision_collator (`type`, the second *optional*):
             The collator classes that build flat batches of text and, for a trainer of your own, of data with images.
             By default, images are taken by the tasks whose `collator` has a counterpart for them.
+        padded_collator (`type`, *optional*):
+            The collator class that makes padded rows of text flat which any other collator gives.
         prepare (`Callable`, *optional*):
             TRL's own preparation: maps `(dataset, tokenizer, max_length=, truncation_mode=)` to the rows that the
             collator gets. `trl-paddingfree inspect` needs it, training does not.
@@ -54,6 +56,7 @@ class Task:
     reads: Columns = ()
     truncates: bool = True
     vision_collator: type | None = None
+    padded_collator: type | None = None
 
     @cached_property
     def token_columns(self) -> Columns:

@@ -102,6 +102,12 @@ def rotary_limits(*configs: PreTrainedConfig) -> dict[str, int]:
     return limits
 
 
+def counts_by_mask(model: torch.nn.Module) -> bool:
+    """Whether positions, if not given, are counted from the first token of a row (as in OPT), not by column."""
+    embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    return any("attention_mask" in inspect.signature(x.forward).parameters for x in embeddings)
+
+
 def rotary_reach(width: int, *configs: PreTrainedConfig) -> int | None:
     """`width`, if RoPE frequencies depend on the length of rows that wide, otherwise `None`."""
     return width if any(width >= limit for limit in rotary_limits(*configs).values()) else None

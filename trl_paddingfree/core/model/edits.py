@@ -10,7 +10,7 @@ from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from .architecture import CACHES, TYPE_ROWS, takes_images, wants
 
 # Arguments of a forward that only make sense with padded rows
-_OF_ROWS = ("position_ids", "inputs_embeds", *CACHES, "logits_to_keep", "use_cache")
+_OF_ROWS = ("inputs_embeds", *CACHES, "logits_to_keep", "use_cache")
 _OUTPUTS = {"output_hidden_states": "hidden_states", "output_attentions": "attentions"}
 _WITHOUT = (
     "leave it out, or ask for it in a second call beside the flat one, which computes padded rows: "
@@ -21,6 +21,7 @@ _EDITS = {
     "input_ids": "other tokens, or another number of rows or columns",
     "attention_mask": "another `attention_mask`",
     "labels": "more or other tokens to score, or fewer where it runs in parts (`labels`, or `completion_mask`)",
+    "position_ids": "other `position_ids`",
 }
 # Inputs whose edits [`edits`] finds; labels of pairs are made of `completion_mask`
 _COMPARED = (*_EDITS, "completion_mask")
@@ -53,19 +54,19 @@ def refuse_unanswerable(model: PreTrainedModel, inputs: Inputs) -> None:
 @torch.compiler.disable
 def edits(batch: FlatBatch, inputs: Inputs, made_labels: torch.Tensor | None = None) -> torch.Tensor:
     """
-    `(3,)` bool: whether `input_ids`, `attention_mask` and `labels` of the inputs, each `(R, L)` if given, differ from
-    what `batch` was made from. The host does not wait.
+    `(4,)` bool: whether `input_ids`, `attention_mask`, `labels` and `position_ids` of the inputs, each `(R, L)` if
+    given, differ from what `batch` was made from. The host does not wait.
 
     Values in the padding are ignored. An all-zero mask is not an edit: it marks a batch that counts for nothing.
     Neither are fewer labels, because answers are masked by the labels of the call, unless these are to be equal to
     `made_labels`, those of the rows before.
     """
     index, mask = batch.row_index, batch.row_mask
-    input_ids, attention_mask, labels = map(inputs.get, _EDITS)
-    reshaped = [rows is not None and rows.shape != index.shape for rows in (input_ids, attention_mask, labels)]
+    input_ids, attention_mask, labels, position_ids = given = [*map(inputs.get, _EDITS)]
+    reshaped = [rows is not None and rows.shape != index.shape for rows in given]
     if any(reshaped):
         return torch.tensor(reshaped)
-    is_edited = mask.new_zeros(3)
+    is_edited = mask.new_zeros(4)
     if input_ids is not None:
         is_edited[0] = ((input_ids != batch.input_ids[0][index]) & mask).any()
     if attention_mask is not None:
@@ -77,6 +78,8 @@ def edits(batch: FlatBatch, inputs: Inputs, made_labels: torch.Tensor | None = N
         targets = targets.index_put((batch.scored_index,), batch.shift_labels[0])
         expected, labels = targets[index[:, :-1]].masked_fill(~mask[:, 1:], IGNORE_INDEX), labels[:, 1:]
         is_edited[2] = ((labels != expected) & (labels != IGNORE_INDEX)).any()
+    if position_ids is not None:
+        is_edited[3] = ((position_ids != batch.position_ids[0][index]) & mask).any()
     return is_edited
 
 

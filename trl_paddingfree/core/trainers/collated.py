@@ -17,6 +17,7 @@ from ...budgets.steps import Part
 from ...coupling import own_steps
 from ..data.collate import FlatCollator
 from ..data.lengths import example_work, has_known_lengths, row_lengths, token_lengths
+from ..data.padded import PaddedRowsCollator
 from ..flat.batch import Inputs
 from ..flat.counts import BatchCounts, of_all_processes
 from ..flat.transfer import on_device
@@ -69,11 +70,15 @@ class Collated(FlatTrainer):
 
     def _flat_collator(self) -> FlatCollator:
         """A copy of the collator that makes flat batches: the user's own may serve another trainer."""
-        collator, wanted = self.data_collator, self.collator_of(self._is_vision_dataset)
-        if not isinstance(collator, wanted):  # TRL's own: ours with all that it holds, fields or not
-            collator = FlatCollator.changed(collator)
-            collator.__class__ = wanted
+        collator: FlatCollator = self.data_collator
+        if not isinstance(collator, FlatCollator):
+            collator = self.flat_collator_of(collator)
         return collator.changed(padding_free=True)
+
+    def flat_collator_of(self, collator: Any) -> FlatCollator:
+        """A collator that makes the rows of `collator` flat, which knows of no flat batches."""
+        wanted: Any = self.collator_of(self._is_vision_dataset)
+        return wanted.of(collator)
 
     # --- which examples share a micro-batch -------------------------------------------------------------------------
 
@@ -83,7 +88,8 @@ class Collated(FlatTrainer):
 
     @property
     def _knows_lengths(self) -> bool:
-        return has_known_lengths(self.train_dataset, self.task.token_columns) and not self._is_vision_dataset
+        collates_tokens = not self._is_vision_dataset and not isinstance(self.data_collator, PaddedRowsCollator)
+        return collates_tokens and has_known_lengths(self.train_dataset, self.task.token_columns)
 
     def exceeds(self, length: int) -> bool:
         """Whether a training row may be longer than `length`, with its padding to a multiple."""

@@ -19,6 +19,7 @@ from trl import SFTConfig
 from ...budgets.device import budget_bytes
 from ...data_checks.validate import log_unread, refuse_bad_tokens, refuse_misspelt_roles, refuse_unknown_tokens
 from .. import upstream
+from ..data.collate import FlatCollator
 from ..data.lengths import AnyDataset, column_names, has_images, has_known_lengths
 from ..data.task import Task
 from ..model.adapters import why_padded, why_padded_by
@@ -52,7 +53,7 @@ def refuse_classes(arguments: Arguments) -> None:
             raise ValueError(f"`{name}` {wrong}, and neither a model nor the name of one: {fix}.")
 
 
-def refuse_unflattenable(arguments: Arguments, task: Task, collator: type) -> None:
+def refuse_unflattenable(arguments: Arguments, task: Task, collator: type[FlatCollator]) -> None:
     """
     Refuse trainer arguments that rule out flat batches, which the class `collator` makes, and log which columns of the
     data TRL does not read.
@@ -61,16 +62,8 @@ def refuse_unflattenable(arguments: Arguments, task: Task, collator: type) -> No
     if reason := why_padded_by(model.active_peft_config if isinstance(model, PeftModel) else peft_config):
         raise ValueError(f"{reason}, or set `padding_free=False`.")
     given = arguments.get("data_collator")
-    # TRL's own is replaced, and subclasses of ours make flat batches
-    if given is not None and not isinstance(given, collator) and type(given) not in collator.__bases__:
-        ours = collator.__module__ == "trl_paddingfree.core.data.collate"  # which the package exports
-        package = "trl_paddingfree" if ours else collator.__module__
-        trl_base = next((base.__name__ for base in collator.__bases__ if isinstance(given, base)), None)
-        base = f" ({trl_base}, its base, is TRL's: put this one in its place)" if trl_base else ""
-        raise ValueError(
-            f"`data_collator` is a {type(given).__name__}, which gives no flat batch. Leave it out, pass a "
-            f"`{package}.{collator.__name__}` or a subclass of it{base}, or set `padding_free=False`."
-        )
+    if given is not None and not isinstance(given, collator):
+        refuse_collator(given, task, collator)
     parallelism = config.parallelism_config
     if parallelism is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
         parallelism = ParallelismConfig()  # from the environment of `accelerate launch`, as accelerate will make it
@@ -169,6 +162,21 @@ def refuse_no_folder(output_dir: str) -> None:
         raise ValueError(
             f"`output_dir={output_dir!r}` cannot be written to, because {str(there)!r} allows no writing: name another."
         )
+
+
+def refuse_collator(given: object, task: Task, collator: type[FlatCollator]) -> None:
+    """Refuse a collator whose rows neither the class `collator` nor the task's `padded_collator` can make flat."""
+    takes_any = task.padded_collator is not None and collator is task.collator
+    if collator.flattens(given) or (takes_any and callable(given) and not isinstance(given, FlatCollator)):
+        return
+    ours = collator.__module__ == "trl_paddingfree.core.data.collate"  # which the package exports
+    name = f"`{'trl_paddingfree' if ours else collator.__module__}.{collator.__name__}`"
+    trl = " or ".join(f"`{base.__name__}`" for base in collator.trl_collators())
+    either = f"TRL's {trl}, or from {name}," if trl and not takes_any else f"{name},"
+    raise ValueError(
+        f"`data_collator` is a {type(given).__name__}, and this trainer cannot make its batches flat. Leave it out, "
+        f"pass one that derives from {either} or set `padding_free=False`."
+    )
 
 
 def refuse_adapters(models: Iterable[torch.nn.Module]) -> None:

@@ -6,13 +6,17 @@ import numpy as np
 import torch
 from transformers.trainer_pt_utils import LabelSmoother
 from trl import SFTConfig, SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ...data_checks.validate import log_dropped, refuse_unread_instructions
 from .. import upstream
 from ..data.collate import FlatCollator, LanguageModelingCollator
 from ..data.lengths import AnyDataset
+from ..data.padded import PaddedRowsCollator
 from ..data.task import Task
 from ..flat.batch import IGNORE_INDEX, Inputs
+from ..model.architecture import counts_by_mask
+from ..model.mixers import mixers
 from ..model.restored import attributes_set
 from .composed import CollatedTrainer
 from .configs import Arguments, PaddingFreeSFTConfig
@@ -27,6 +31,7 @@ SFT = Task(
     reads=("messages", "conversations", "completion", "seq_lengths", "completion_mask", "assistant_masks"),
     collator=LanguageModelingCollator,
     prepare=upstream.preparation(SFTTrainer, SFTConfig, False, None, chat_template=None),  # no packing, no formatting
+    padded_collator=PaddedRowsCollator,
 )
 
 
@@ -38,12 +43,13 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
     each micro-batch as one flat row without padding, `max_length` is enforced, and packed documents never see each
     other. See [`~trl_paddingfree.core.trainers.base.FlatTrainer`] for what it accepts and refuses.
 
+    >>> from tempfile import mkdtemp
     >>> from datasets import Dataset
     >>> from trl_paddingfree import PaddingFreeSFTConfig, PaddingFreeSFTTrainer
     >>> from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
     >>> dataset = Dataset.from_list([{"text": "one two"}, {"text": "one two three four five"}] * 4)
     >>> tokenizer = make_tokenizer(dataset["text"])
-    >>> args = PaddingFreeSFTConfig("out", use_cpu=True, bf16=False, report_to="none")
+    >>> args = PaddingFreeSFTConfig(mkdtemp(), use_cpu=True, bf16=False, report_to="none")
     >>> model = make_model(tokenizer)  # or the name of one on the hub
     >>> trainer = PaddingFreeSFTTrainer(model, args=args, train_dataset=dataset, processing_class=tokenizer)
     >>> trainer.method
@@ -54,6 +60,13 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
     trl_trainer, trl_config = SFTTrainer, SFTConfig
     config_class = PaddingFreeSFTConfig
     takes_sequence_parallel = True
+
+    def flat_collator_of(self, collator: Any) -> FlatCollator:
+        if self._is_vision_dataset or type(collator) is DataCollatorForLanguageModeling:
+            return super().flat_collator_of(collator)
+        model = self.flat_base(self.model)
+        counts, carries = counts_by_mask(model), mixers().found(model)
+        return PaddedRowsCollator(collate=collator, counts_by_mask=counts, carries_state=carries)
 
     def _flat_collator(self) -> FlatCollator:
         collator = super()._flat_collator()
