@@ -69,6 +69,10 @@ class FlatVisionCollator(FlatCollator):
     def flattens(cls, other: object) -> bool:
         return type(other) in cls.__bases__  # a subclass may process images in a way of its own
 
+    @classmethod
+    def trl_collators(cls) -> tuple[type, ...]:
+        return ()
+
     def rows(self, examples: list[Example]) -> Inputs:
         """TRL's rows, with each image once."""
         return self.padded(examples)

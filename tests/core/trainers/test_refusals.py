@@ -17,7 +17,6 @@ from datasets import Dataset, Value
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import LlamaForCausalLM
 from trl import DPOConfig, SFTConfig
-from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from tests.helpers.architectures import is_older, tiny_model
 from tests.helpers.tiny import DATA, arguments, conversations, make_model, make_tokenizer, preference_data, reward_model
@@ -54,11 +53,6 @@ def user(text):
 
 def assistant(text):
     return [{"role": "assistant", "content": text}]
-
-
-@dataclass
-class ChangedTrlCollator(DataCollatorForPreference):
-    pass
 
 
 @dataclass
@@ -197,11 +191,6 @@ REFUSED = {
     ),
     # Which the fused head would ignore
     "LoRA on the head": ("dpo", {"peft_config": LoraConfig(target_modules=["lm_head"])}, "lm_head"),
-    "a subclass of TRL's collator": (
-        "dpo",
-        {"data_collator": ChangedTrlCollator(pad_token_id=0)},
-        r"`trl_paddingfree.PreferenceCollator` or a subclass of it \(DataCollatorForPreference, its base, is TRL's",
-    ),
     "another trainer's collator": (
         "dpo",
         {"data_collator": LanguageModelingCollator(pad_token_id=0)},

@@ -74,7 +74,7 @@ class FlatCollator(DataCollatorMixin):
 
     @classmethod
     def trl_collators(cls) -> tuple[type, ...]:
-        """TRL's collators that this class extends."""
+        """TRL's collators whose subclasses `of` takes: those that this class extends."""
         return tuple(x for x in cls.__bases__ if not issubclass(x, FlatCollator) and x is not DataCollatorMixin)
 
     @classmethod

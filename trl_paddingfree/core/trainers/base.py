@@ -35,11 +35,11 @@ class FlatTrainer(Trainer):
     Base of the padding-free trainers, mixed in before TRL's: same arguments, losses, metrics and gradients.
 
     Without a configuration, or with one of TRL's, our options have their defaults. With `padding_free=False`, the
-    default of TRL's `DPOConfig` and `SFTConfig`, the trainer pads as TRL's does. TRL's own collator is replaced; any
-    other must return flat batches. Arguments that rule out flat batches raise a `ValueError` that names what to change,
-    a model that does not keep their rows apart an [`UnprovenModelError`], a training step that computes no flat batch a
-    `RuntimeError`, and a release of TRL that has moved a name we need an `ImportError`. A subclass names TRL's trainer
-    and configuration, and its own task and configuration.
+    default of TRL's `DPOConfig` and `SFTConfig`, the trainer pads as TRL's does. TRL's own collator is replaced,
+    subclasses of it keep what they do, and SFT takes any other that pads. Arguments that rule out flat batches raise a
+    `ValueError` that names what to change, a model that does not keep their rows apart an [`UnprovenModelError`], a
+    training step that computes no flat batch a `RuntimeError`, and a release of TRL that has moved a name we need an
+    `ImportError`. A subclass names TRL's trainer and configuration, and its own task and configuration.
     """
 
     task: Task
