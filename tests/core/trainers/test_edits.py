@@ -242,10 +242,12 @@ def test_a_mask_with_gaps_is_refused():
 def test_a_label_in_the_padding_and_another_mask_are_edits():
     batch = FlatBatch.from_rows([[1, 2, 3], [4]], [[-100, 2, 3], [-100]])
     for name, rows, edited in (
-        ("labels", [[-100, 2, 3], [-100, 5, -100]], [False, False, True]),
-        ("attention_mask", [[1, 1, 1], [1, 1, 0]], [False, True, False]),
-        ("attention_mask", [[0] * 3] * 2, [False] * 3),
-        ("input_ids", [[1, 2, 3], [4, 8, 9]], [False] * 3),  # what stands in the padding
+        ("labels", [[-100, 2, 3], [-100, 5, -100]], [False, False, True, False]),
+        ("attention_mask", [[1, 1, 1], [1, 1, 0]], [False, True, False, False]),
+        ("attention_mask", [[0] * 3] * 2, [False] * 4),
+        ("input_ids", [[1, 2, 3], [4, 8, 9]], [False] * 4),  # what stands in the padding
+        ("position_ids", [[0, 1, 2], [0, 7, 7]], [False] * 4),
+        ("position_ids", [[0, 1, 2], [1, 0, 0]], [False, False, False, True]),
     ):
         assert edits(batch, {name: torch.tensor(rows)}).tolist() == edited
 
