@@ -370,10 +370,8 @@ def test_another_collator_is_refused_and_the_page_says_where_ours_is():
         collator = vision_collator(TRAINERS[task].task)
         assert f"`{collator.__name__}`" in page
         assert f"`{collator.__module__}`" in page
-    with pytest.raises(
-        ValueError, match=f"derives from `{VisionPreferenceCollator.__module__}.VisionPreferenceCollator`"
-    ):
-        make_trainer("dpo", "ours", **on_vision_data("dpo"), data_collator=dict)
+    with pytest.raises(ValueError, match=f"derives from `{VisionPreferenceCollator.__module__}.VisionPreference"):
+        make_trainer("dpo", "ours", **on_vision_data("dpo"), data_collator=lambda examples: examples)
 
 
 def test_a_cut_image_is_laid_to_max_length():
