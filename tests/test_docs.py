@@ -22,7 +22,7 @@ from tests.test_house import FILES, calls_of_a_step
 from tests.test_package import MODULES
 from trl_paddingfree.cli.main import make_parser
 from trl_paddingfree.cli.train import make_parser as make_script_parser
-from trl_paddingfree.core.model.masks import BACKENDS
+from trl_paddingfree.core.model.attention import BACKENDS
 from trl_paddingfree.core.trainers.configs import PaddingFreeDPOConfig, PaddingFreeOptions
 
 pytestmark = pytest.mark.usefixtures("checkout_stays")

@@ -16,8 +16,8 @@ from tests.helpers.tiny import SHARING, make_model, preference_data
 from tests.runs import run
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.core.model import attention
-from trl_paddingfree.core.model.masks import FlatMask
 from trl_paddingfree.core.model.routes import choose_route
+from trl_paddingfree.core.model.told import FlatMask
 from trl_paddingfree.recurrent.layers import missing_kernels, state_layers
 
 pytestmark = pytest.mark.gpu

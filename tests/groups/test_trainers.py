@@ -27,8 +27,8 @@ from trl_paddingfree.core.check.prove import CheckResult, UnprovenModelError
 from trl_paddingfree.core.flat.batch import FlatBatch
 from trl_paddingfree.core.flat.layout import FlatLayout
 from trl_paddingfree.core.flat.schedule import Schedule
-from trl_paddingfree.core.model.masks import FlatMask, OtherSlices, PassContext
 from trl_paddingfree.core.model.routes import choose_route, refuse_unsliceable
+from trl_paddingfree.core.model.told import FlatMask, OtherSlices, PassContext
 from trl_paddingfree.groups.exchange import Halo, head_shares, slice_sizes, span_of
 from trl_paddingfree.groups.sequence import SequenceGroup, owners_of, scored_sizes, slice_of
 from trl_paddingfree.recurrent.tree import tree_functions

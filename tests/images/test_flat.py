@@ -8,7 +8,7 @@ import torch
 
 from tests.helpers.tiny import SEED, SHARING
 from trl_paddingfree.core.flat.batch import IGNORE_INDEX
-from trl_paddingfree.core.model.masks import dense_mask, masks_of_calls
+from trl_paddingfree.core.model.attention import dense_mask, masks_of_calls
 from trl_paddingfree.images.cuts import equal_images
 from trl_paddingfree.images.rows import FlatImages, RowImages, VisionRules
 

@@ -16,7 +16,7 @@ from tests.helpers.tiny import FOLLOWING, ROUTED, SEED, WORDS, arguments, follow
 from tests.runs import PER_MICRO_BATCH, assert_same, compare, make_trainer, run
 from trl_paddingfree import PaddingFreeGRPOTrainer
 from trl_paddingfree.core.model import flat_model
-from trl_paddingfree.core.model.attention import StandIn
+from trl_paddingfree.core.model.told import StandIn
 from trl_paddingfree.core.trainers.runtime import Runtime
 from trl_paddingfree.online.composed import OnlineTrainer
 

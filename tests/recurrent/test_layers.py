@@ -27,8 +27,8 @@ from trl_paddingfree import FlatBatch, Segments
 from trl_paddingfree.core.check.prove import prove
 from trl_paddingfree.core.flat.layout import FlatLayout
 from trl_paddingfree.core.model.flat_model import FlatModel
-from trl_paddingfree.core.model.masks import FlatMask
 from trl_paddingfree.core.model.routes import choose_route
+from trl_paddingfree.core.model.told import FlatMask
 from trl_paddingfree.recurrent import layers as state_layers
 from trl_paddingfree.recurrent import tree as state_tree
 from trl_paddingfree.recurrent.pieces import PathRows, groups_of_like_length

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from ..core.flat.layout import Attended, FlatLayout
 from ..core.model.flat_model import FlatModel
 from ..core.model.hooks import PassHook
-from ..core.model.masks import Around, PassContext
 from ..core.model.restored import attributes_set
+from ..core.model.told import Around, PassContext
 from ..spans import NO_WINDOW
 
 

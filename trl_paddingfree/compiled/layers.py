@@ -19,8 +19,9 @@ from ..core import upstream
 from ..core.check.again import Variation
 from ..core.flat.batch import FlatBatch
 from ..core.model.architecture import recomputable_layers
+from ..core.model.attention import ATTENTION_BACKENDS
 from ..core.model.flat_model import FlatModel
-from ..core.model.masks import ATTENTION_BACKENDS, FlatMask
+from ..core.model.told import FlatMask
 
 logger = logging.get_logger(__name__)
 

@@ -26,8 +26,8 @@ from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..core.flat.layout import FlatLayout, Gather, once_per_layout
 from ..core.flat.segments import Ints, something_to_compute
 from ..core.model.architecture import rotary_limits
-from ..core.model.masks import Around, Scan, Weights
 from ..core.model.restored import random_state_restored
+from ..core.model.told import Around, Scan, Weights
 from .exchange import Exchanged, Gathered, Halo, head_shares, of_heads, slice_sizes, span_of
 
 

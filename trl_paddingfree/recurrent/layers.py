@@ -25,8 +25,9 @@ from ..core.flat.batch import Inputs
 from ..core.flat.layout import FlatLayout, Gather, once_per_layout
 from ..core.flat.segments import Segments
 from ..core.model.architecture import CACHES, config_value, decoder_of
-from ..core.model.masks import BOUNDARIES, FlatMask, PassContext, boundaries, causal_mask
+from ..core.model.attention import BOUNDARIES, boundaries, causal_mask
 from ..core.model.restored import attributes_set, mark_of
+from ..core.model.told import FlatMask, PassContext
 from . import kernels
 from .pieces import PathRows
 from .tree import step_cost, tree_functions, with_functions

@@ -7,8 +7,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ..core.flat.batch import Inputs
-from ..core.model.masks import NOT_ATTENTION, BackendName, FlatMask, PassContext, masks_by_kind
+from ..core.model.attention import BackendName
 from ..core.model.mixers import Mixers, Way
+from ..core.model.told import NOT_ATTENTION, FlatMask, PassContext, masks_by_kind
 from . import layers
 
 

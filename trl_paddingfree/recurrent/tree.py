@@ -3,7 +3,7 @@
 Such a layer runs flat. In its forward, only a convolution and a recurrence mix tokens. The modeling file calls these
 functions by name, and ours replace them for flat batches. The convolution sees each segment after the tokens that
 precede it in its row; the recurrence goes from piece to piece of the tree, level by level. In a slice, both ask
-[`~trl_paddingfree.core.model.masks.OtherSlices`] for what lies in others.
+[`~trl_paddingfree.core.model.told.OtherSlices`] for what lies in others.
 
 Shape legend: see [`~trl_paddingfree.recurrent.pieces`]; in addition
     C = channels, H = heads, D = channels of a head, K, N = sizes of a state
@@ -19,7 +19,7 @@ from torch.nn.functional import silu, softplus
 from torch.utils.checkpoint import checkpoint
 
 from ..core.flat.layout import FlatLayout, Gather
-from ..core.model.masks import PassContext, Scanned, Weights
+from ..core.model.told import PassContext, Scanned, Weights
 from .pieces import Context, PieceCall, Pieces
 
 # The fixed cost in plain PyTorch of a step along all rows of a call, in units of one row's work. One row keeps a CPU
@@ -197,7 +197,7 @@ def _scan(
 ) -> torch.Tensor:  # fmt: skip
     """
     A recurrence of `inputs (1, T, heads, ...)` along the tree, or of a slice by way of
-    [`~trl_paddingfree.core.model.masks.OtherSlices`]. The pieces of a level are rows of like length, or with
+    [`~trl_paddingfree.core.model.told.OtherSlices`]. The pieces of a level are rows of like length, or with
     `joins_pieces`, one after another in one row.
 
     `call` returns outputs `(n, L, ...)` and final states `(n, ...)`, from the `weights (heads, ...)`, a group of
@@ -216,7 +216,7 @@ def _by_levels(
     carried: torch.Tensor | None = None,
 ) -> Scanned:  # fmt: skip
     """
-    The [`~trl_paddingfree.core.model.masks.Scan`] that starts each piece from the last state of its parent, or from one
+    The [`~trl_paddingfree.core.model.told.Scan`] that starts each piece from the last state of its parent, or from one
     `carried` over from an earlier slice. Returns outputs, and the states that later slices read.
     """
     pieces = Pieces.of(layout, None if joins_pieces else step_cost(layout.device), cuts, number)

@@ -23,8 +23,8 @@ from ..core.flat.batch import FlatBatch
 from ..core.flat.layout import Attended, FlatLayout
 from ..core.flat.segments import Ints, something_to_compute
 from ..core.model.architecture import by_name, checkpointing_layers, decoder_of, rotary_reach
-from ..core.model.masks import Around, FlatMask, Scan, Weights
 from ..core.model.restored import Change, attributes_set
+from ..core.model.told import Around, FlatMask, Scan, Weights
 from ..groups.sequence import SequenceGroup, spans_of
 from ..spans import NO_WINDOW, What, handed_on
 from .axis import Slice, slices_of
@@ -39,7 +39,7 @@ NOISE = "neftune_noise_alpha"
 class Carry:
     """
     What slice `number` reads from earlier ones, and what it keeps for later ones, in each call of attention, a
-    convolution or a scan. Implements [`~trl_paddingfree.core.model.masks.OtherSlices`].
+    convolution or a scan. Implements [`~trl_paddingfree.core.model.told.OtherSlices`].
     """
 
     cuts: Ints

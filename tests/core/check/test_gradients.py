@@ -24,8 +24,8 @@ from trl_paddingfree.core.check.prove import UnprovenModelError, check_flat, pro
 from trl_paddingfree.core.check.training import as_in_training, moved_off_zero
 from trl_paddingfree.core.flat.batch import FlatBatch
 from trl_paddingfree.core.model import attention
-from trl_paddingfree.core.model.masks import FlatMask
 from trl_paddingfree.core.model.routes import choose_route
+from trl_paddingfree.core.model.told import FlatMask
 
 
 class LeakBackward(torch.autograd.Function):

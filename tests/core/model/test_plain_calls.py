@@ -12,9 +12,9 @@ from tests.helpers.architectures import MODEL_TYPES, NOT_BUILT, tiny_model, with
 from tests.helpers.flat_and_padded import install
 from tests.helpers.reference_flash import reference_flash
 from tests.helpers.tiny import SEED
-from trl_paddingfree.core.model.attention import StandIn, register_attention
 from trl_paddingfree.core.model.flat_model import FlatModel
 from trl_paddingfree.core.model.routes import choose_route, routes_to_try
+from trl_paddingfree.core.model.told import StandIn, register_attention
 
 # Models whose files compare `config._attn_implementation` with a name
 BY_NAME = ("axk2", "deepseek_v32", "dots3_note_text", "falcon", "glm_moe_dsa", "gpt2", "hy_v4", "minimax_m3_vl_text")

@@ -14,8 +14,8 @@ from tests.helpers.tiny import ATTENTIONS, make_model
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.core import upstream
 from trl_paddingfree.core.check.prove import check_flat
-from trl_paddingfree.core.model.masks import FlatMask
 from trl_paddingfree.core.model.routes import choose_route
+from trl_paddingfree.core.model.told import FlatMask
 
 ROWS = [[5, 6, 7, 8, 9], [5, 6, 10], [11, 12], [5, 6, 7, 13]]
 

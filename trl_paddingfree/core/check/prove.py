@@ -24,9 +24,9 @@ from transformers import PreTrainedModel
 
 from .. import upstream
 from ..model.flat_model import FlatModel
-from ..model.masks import NOT_ATTENTION
 from ..model.mixers import mixers
 from ..model.routes import Route, routes_to_try
+from ..model.told import NOT_ATTENTION
 from .comparison import Tried, Verdict, root_mean_square
 from .gradients import InTraining, RowsInTraining, check_gradients
 from .probe import Call, RowsAlone, not_finite, rounding_unit

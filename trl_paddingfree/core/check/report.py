@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path
 
 from .. import upstream
-from ..model.masks import BACKENDS
+from ..model.attention import BACKENDS
 from ..model.routes import choose_route, routes_to_try
 from .gradients import RowsInTraining
 from .machine import flash_implementations

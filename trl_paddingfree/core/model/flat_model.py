@@ -19,14 +19,14 @@ from ..flat.schedule import Schedule
 from ..flat.transfer import Arriving, on_device
 from ..versions import refuse_moved_head
 from .architecture import by_name, recompute_first, rotary_limits
-from .attention import register_attention
+from .attention import ATTENTION_BACKENDS
 from .edits import edits, refuse_edits, refuse_unanswerable
 from .forward import flat_backbone, flat_forward, flat_inputs, is_pooled
 from .hooks import PassHook
-from .masks import ATTENTION_BACKENDS
 from .mixers import mixers_of
 from .restored import mark_of
 from .routes import Route
+from .told import register_attention
 
 # Where a model keeps its [`FlatModel`], which is copied with the model
 ATTRIBUTE = "flat_model"

@@ -22,8 +22,9 @@ from ...slices.decoder import NOISE, in_slices
 from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from . import architecture
-from .masks import PassContext, boundaries
+from .attention import boundaries
 from .restored import Change, attributes_set
+from .told import PassContext
 
 if TYPE_CHECKING:
     from trl.trainer.utils import FusedCausalLMOutput

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..flat.batch import FlatBatch, Inputs
-from .masks import PassContext
 from .restored import Change
+from .told import PassContext
 
 if TYPE_CHECKING:
     from trl.trainer.utils import FusedCausalLMOutput

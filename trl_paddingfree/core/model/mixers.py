@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...capabilities import module_of
-from .masks import attention_arguments
+from .told import attention_arguments
 
 # How such layers compute shared prefixes: once, from branch to branch of the tree of rows, or again for each row
 Way = Literal["tree", "rows"]

@@ -8,7 +8,7 @@ from transformers.utils import logging
 
 from .. import upstream
 from . import architecture, attention
-from .masks import ATTENTION_BACKENDS, BACKENDS, BackendName
+from .attention import ATTENTION_BACKENDS, BACKENDS, BackendName
 from .mixers import Way, mixers
 
 logger = logging.get_logger(__name__)

@@ -18,7 +18,7 @@ from trl.trainer.utils import get_config_model_id
 from ...data_checks.validate import did_you_mean
 from ..data.lengths import AnyDataset
 from ..device import has_accelerator
-from ..model.masks import BackendName
+from ..model.attention import BackendName
 
 logger = logging.get_logger(__name__)
 

@@ -1,35 +1,33 @@
-"""How a model's layers learn of a flat batch: by the mask that carries the layout, dense masks, or boundaries.
+"""How layers are told of a flat batch, between transformers and our attention.
+
+The configuration names our attention, by a [`StandIn`] for the model's own. In each pass, the mask is a [`FlatMask`],
+which carries the layout, and what goes around attention. Backends that keep the model's own attention get a dense mask,
+or boundaries, instead.
 
 Shape legend: see [`~trl_paddingfree.core.flat.segments`].
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, get_args
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from .. import upstream
 from ..flat.batch import Inputs
-from ..flat.calls import AttentionCalls
-from ..flat.layout import Attended, FlatLayout, once_per_layout
+from ..flat.layout import Attended, Attention, FlatLayout, once_per_layout
 from .architecture import config_value
+from .attention import ATTENTION, ATTENTION_BACKENDS, BOUNDARIES, BackendName, dense_mask
 
-# How attention is computed over flat batches
-BackendName = Literal["flash", "varlen", "segment", "positions", "mask"]
-# Fastest first
-BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
-# Those that replace the model's attention function; the others keep it, and pass it positions or a dense mask
-ATTENTION_BACKENDS: tuple[BackendName, ...] = ("flash", "varlen", "segment")
 # transformers' names in `layer_types`; hybrid layers have attention and a state
 _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 NOT_ATTENTION = ("linear_attention", "conv")
 _HYBRID = {"hybrid": _FULL, "hybrid_sliding": _SLIDING}
 # Models whose image tokens attend to one another in both directions in sliding layers only
 _CAUSAL_IN_FULL = ("gemma4_text",)
-# transformers' own arguments for the boundaries of a flat batch; our attention reads the layout instead
-BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 # Outputs of a recurrence and, if others continue it, its states
 Scanned = tuple[torch.Tensor, torch.Tensor | None]
 # Weights of a recurrence; `None` where a layer has none
@@ -139,81 +137,87 @@ class FlatMask(torch.Tensor):
 
 
 @once_per_layout
-def masks_of_calls(
-    layout: FlatLayout, window: int | None, dtype: torch.dtype | None, pads: bool = True
-) -> list[torch.Tensor | None]:
+def scale_of_rows(layout: FlatLayout, floor_scale: float, attn_scale: float) -> torch.Tensor:
+    """`(T,)` float32: factors that turn a scale by flat position into one by position in the row."""
+    places = np.stack([np.arange(layout.segments.num_tokens), layout.segments.position_ids]) + 1
+    flat, row = np.log1p(places // floor_scale) * attn_scale + 1
+    return layout.tensor((row / flat).astype(np.float32))
+
+
+def _dispatch(attend: Attention, previous: str, module, query, key, value, attention_mask, **kwargs):
     """
-    The mask of each of the [`~trl_paddingfree.core.flat.calls.AttentionCalls`] of a layout, made once per batch and
-    shared by all layers: see [`_segment_mask`]. `None` where plain causal attention is equivalent.
+    Attention as transformers calls it in each layer: `attend` computes flat batches, `previous` all other calls, which
+    compilers and exports trace.
     """
-    masks = []
-    for segments in AttentionCalls.of(layout, pads).segments:
-        shapes = tuple((layout.segments.starts[i], layout.segments.lengths[i]) for i in segments)
-        shapes = shapes[:1] if len(set(shapes)) == 1 else shapes
-        seen = window if window is not None and window < max(map(sum, shapes)) else None
-        is_causal = not any(start for start, _ in shapes) and seen is None and dtype is None and layout.blocks is None
-        segment = None if layout.blocks is None else segments[0]  # without blocks, only shapes matter
-        masks.append(None if is_causal else _shared_mask(layout, shapes, seen, dtype, segment))
-    return masks
+    if isinstance(attention_mask, FlatMask):
+        return _of_layout(attend, previous, module, query, key, value, attention_mask, **kwargs)
+    # No model makes such masks. Exports must not be bound to shapes by the question
+    is_unlike = attention_mask is not None and not torch.compiler.is_exporting()
+    if is_unlike and attention_mask.shape == (1, 1, 1, 1) and key.size(2) > 1:
+        raise RuntimeError(
+            "The mask that tells attention of a flat batch was copied on its way, and is now one like any other, under "
+            "which all tokens see one another. Leave out what copies or offloads arguments of layers."
+        )
+    return upstream.attention_function(previous, module)(module, query, key, value, attention_mask, **kwargs)
 
 
-def _segment_mask(
-    layout: FlatLayout,
-    shapes: Sequence[tuple[int, int]],
-    window: int | None,
-    dtype: torch.dtype | None,
-    segment: int | None = None,
-) -> torch.Tensor:
+@torch.compiler.disable  # it would compile the layout of each batch into the code
+def _of_layout(attend: Attention, previous: str, module, query, key, value, mask: FlatMask, **kwargs):
+    """Attention of the flat batch whose layout its `mask` carries, with what goes around it."""
+    kwargs = {name: x for name, x in kwargs.items() if name not in BOUNDARIES}
+    call = partial(_attend, attend, previous)
+    for around in reversed(mask.context.around):
+        call = partial(around, call)
+    return call(mask.context.layout, module, module, query, key, value, **kwargs)
+
+
+def _attend(attend: Attention, previous: str, layout: FlatLayout, layer, module, query, key, value, **kwargs):
+    """Attention of a flat batch by the backend `attend`; for what goes around it, see `Around`."""
+    held = vars(module)
+    # Llama 4 scales queries by position in their row; their layer has used the position on the flat axis
+    if held.get("attn_temperature_tuning") and not held["use_rope"]:
+        floor = held["floor_scale"]
+        if max(query.size(2), layout.segments.max_seqlen_k) >= floor:
+            query = (query * scale_of_rows(layout, floor, held["attn_scale"])[:, None]).to(query.dtype)
+    return attend(layout, previous, module, query, key, value, **kwargs)
+
+
+class StandIn(str):
     """
-    `(n, 1, Q, L)` mask of segments with `n` shapes `(keys before the queries, queries)`: additive in `dtype`; boolean
-    if it is `None`.
+    The name of one of our attention implementations, which runs a backend in place of the model's own implementation.
 
-    Tokens see earlier ones and those of their image block, as far back as a `window` of positions, their own included.
-    With blocks, each `segment` needs its own mask. Padding sees what the last token of its segment sees, so that no row
-    is fully masked. `Q` and `L` are the most queries and keys of any segment. If all have one shape, `n` is 1.
+    It prints as the model's own and compares equal to it, because modeling files test for that name (`if
+    config._attn_implementation in ("eager", "sdpa")`), and generation and padded rows must work as before. Its hash is
+    its own, so that transformers' registries find our function. Dicts and sets therefore never find it by the name that
+    it equals: GIT, which looks up its class in a dict, cannot be rebuilt from the configuration of an installed model.
     """
-    queries, keys = max(length for _, length in shapes), max(map(sum, shapes))
-    start, length = layout.tensor(np.array(shapes).T[..., None, None])
-    q = start + torch.minimum(torch.arange(queries, device=layout.device)[:, None], length - 1)
-    k = torch.arange(keys, device=layout.device)
-    mask = k <= q
-    if segment is not None and layout.blocks is not None:
-        blocks = layout.blocks[layout.tensor(layout.segments.path(segment))]
-        own = blocks[shapes[0][0] :, None]
-        mask = mask | ((own == blocks) & (own >= 0))
-    if window is not None:
-        mask = mask & (k > q - window)
-    if dtype is not None:
-        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
-    return mask[:, None]
+
+    key: tuple[str, BackendName]  # the implementation that it stands in for, and the backend
+
+    def __new__(cls, previous: str, backend: BackendName):
+        name = super().__new__(cls, previous)
+        name.key = (previous, backend)
+        return name
+
+    def __reduce__(self):
+        return register_attention, self.key  # a pickled model may be loaded where nothing is registered
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:  # torch.compile traces this
+        return self.key == other.key if isinstance(other, StandIn) else self.key[0] == other
+
+    __ne__ = object.__ne__  # asks `__eq__`, unlike that of `str`
 
 
-_shared_mask = once_per_layout(_segment_mask)
-
-
-@once_per_layout
-def dense_mask(layout: FlatLayout, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """`(1, 1, T, T)` additive mask of the whole flat row; see [`_segment_mask`]."""
-    total = layout.segments.num_tokens
-    mask = torch.full((total, total), torch.finfo(dtype).min, dtype=dtype, device=layout.device)
-    for i, queries in enumerate(mask.split(layout.segments.lengths)):
-        shape = (layout.segments.starts[i], layout.segments.lengths[i])
-        queries[:, layout.tensor(layout.segments.path(i))] = _segment_mask(layout, [shape], window, dtype, i)
-    return mask[None, None]
-
-
-def causal_mask(layout: FlatLayout, rows: int, length: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """
-    `(rows, 1, length, length)` additive mask of ordinary rows, made once per batch. It is expanded to all `rows`,
-    because DeepSeek V4 concatenates it with a mask of compressed keys that differs from row to row.
-    """
-    return _shared_mask(layout, ((0, length),), window, dtype).expand(rows, 1, length, length)
-
-
-def boundaries(layout: FlatLayout) -> Inputs:
-    """The boundaries of a flat batch, as [`~transformers.modeling_flash_attention_utils.FlashAttentionKwargs`]."""
-    lengths = (layout.segments.max_seqlen_q, layout.segments.max_seqlen_k)
-    return dict(zip(BOUNDARIES, (layout.cu_seqlens_q, layout.cu_seqlens_k, *lengths, layout.seq_idx), strict=True))
+def register_attention(previous: str, backend: BackendName) -> StandIn:
+    """Register attention that runs flat batches by `backend`, other calls by `previous`; returns the name to set."""
+    name = StandIn(previous, backend)
+    AttentionInterface.register(name, partial(_dispatch, ATTENTION[backend], previous))
+    if previous in (masks := AttentionMaskInterface()):  # else transformers makes no masks for it
+        masks.register(name, masks[previous])  # padded calls keep theirs
+    return name
 
 
 def masks_by_kind(model: PreTrainedModel, backend: BackendName, context: PassContext) -> dict[str, Masks]:
