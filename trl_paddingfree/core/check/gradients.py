@@ -27,6 +27,7 @@ from ..flat.batch import FlatBatch, Inputs
 from ..model import architecture
 from ..model.flat_model import FlatModel
 from ..model.forward import is_pooled
+from ..model.restored import attributes_set
 from . import probe
 from .comparison import NOISE_FACTOR, Tried, Values, Verdict, compare, relative_error
 from .training import (
@@ -232,7 +233,8 @@ class RowsInTraining:
         verdicts, tried = [], Tried(len(self.rows), self.length, batch.counts.computed)
         # The rows above exceed lower limits. For models that draw at random, only errors that they raise tell
         for limit in [x for x in self.position_limits if x >= tried.length] if vary is None else ():
-            longer = self._in_longer(limit, is_random)
+            with _without_sharing(self.model):
+                longer = self._in_longer(limit, is_random)
             if longer.failure:
                 return longer
             verdicts.append(longer)
@@ -320,6 +322,12 @@ class RowsInTraining:
         if is_random:
             return Verdict(skipped="it draws at random", tried=tried)
         return replace(_worst(verdicts), notes=notes, tried=tried)
+
+
+def _without_sharing(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Within this context, a model shares no prefixes, with `padding_free` neither, which asks its route."""
+    flat_model = FlatModel.of(model)
+    return attributes_set([(flat_model, "route", flat_model.route.without_sharing())] if flat_model else [])
 
 
 InTraining = Callable[[], RowsInTraining]  # called only when gradients are compared
