@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.anywhere.test_hostile_calls import with_values
 from tests.helpers.architectures import tiny_model, with_head
 from tests.helpers.flat_and_padded import flat_model, install, noise_of, padded_rows
 from tests.helpers.tiny import REENTRANT, make_model
@@ -91,6 +92,26 @@ def test_only_scored_tokens_reach_the_head_and_only_computed_tokens_the_layers()
     # batched products of attention and of rotary frequencies are not linear layers
     attention = sum(f for op, f in counter.get_flop_counts()["Global"].items() if str(op) == "aten.bmm")
     assert matmuls - attention == 2 * (per_token * batch.counts.computed + head)
+
+
+@pytest.mark.parametrize("labels", [False, True])
+def test_a_plain_call_answers_with_what_a_head_has_beside_logits(labels):
+    """Values of each token, of a head that reads the token before, too."""
+    model = with_values(make_model())
+    head = model.value.forward
+    model.value.forward = lambda hidden: head(hidden) + head(hidden.roll(1, 1)) * (torch.arange(6) > 0)[:, None]
+    rows = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7]]
+    inputs = padded_rows(rows, rows)
+    if not labels:
+        del inputs["labels"]
+    expected = model(**inputs)
+    install(model)
+    found = model(**inputs, flat_batch=FlatBatch.from_rows(rows, rows))
+    real = inputs["attention_mask"].bool()
+    assert found.keys() == expected.keys() - {"cache", "past_key_values"}
+    for name in ("logits", "values"):
+        assert torch.allclose(found[name][real], expected[name][real], atol=FLOAT32)
+        assert not found[name][~real].any()
 
 
 def test_installing_again_changes_the_route_and_nothing_else():

@@ -70,7 +70,8 @@ def flat_forward(
     Returns what the model's own forward returns for the padded rows: with `fused_lm_head=True`, TRL's
     [`~trl.trainer.utils.FusedCausalLMOutput`] with fields of shape `(R, L-1)`, 0 where nothing is scored; with a pooled
     head, the model's own output with logits of shape `(R, labels)`; otherwise with logits of shape
-    `(R, L, vocabulary)`, 0 beyond the end of each row, and with the loss if there are `labels`.
+    `(R, L, vocabulary)`, 0 beyond the end of each row, with the loss if there are `labels`, and with all else that its
+    head answers of each token.
     """
     other_arguments: Inputs = {name: value for name, value in kwargs.items() if name not in _ROW_ARGUMENTS}
     if other_arguments.get("pixel_values") is not None and not any("pixel_values" in x.takes for x in batch.hooks):
@@ -88,15 +89,13 @@ def flat_forward(
         assert input_ids is not None
         return _pooled(flat_model, batch, input_ids, other_arguments | given)
     if not fused_lm_head:
-        for_head = batch.tokens_to_rows if given else None  # losses read rows
-        with flat_backbone(flat_model, batch, for_head, calls_decoder=True):
+        with flat_backbone(flat_model, batch, batch.tokens_to_rows, calls_decoder=True):  # losses read rows
             outputs = flat_model.forwards[-1](**given, **flat_inputs(flat_model, batch, other_arguments))
-        logits = outputs.logits
-        if given:
-            logits = torch.where(batch.row_mask.to(logits.device)[..., None], logits, 0)
-        else:
-            logits = batch.tokens_to_rows(logits)
-        return type(outputs)(logits=logits, **{name: outputs[name] for name in ("loss", "aux_loss") if name in outputs})
+        answers = {name: outputs[name] for name in ("loss", "aux_loss") if name in outputs}
+        for name, x in dict.items(outputs):  # logits, and what a head answers beside them
+            if torch.is_tensor(x) and x.shape[:2] == batch.row_mask.shape:
+                answers[name] = x.masked_fill(~batch.row_mask.to(x.device).view(*x.shape[:2], *[1] * (x.ndim - 2)), 0)
+        return type(outputs)(**answers)
     assert labels is not None
     return scored_in_rows(flat_model, batch, labels, other_arguments)
 
