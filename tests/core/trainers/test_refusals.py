@@ -15,7 +15,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
 from datasets import Dataset, Value
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, TrainingArguments
 from trl import DPOConfig, SFTConfig
 
 from tests.helpers.architectures import is_older, tiny_model
@@ -170,6 +170,22 @@ ROWS = {
 REFUSED = {
     **{name: (task, {"train_dataset": Dataset.from_list(rows)}, said) for name, (task, rows, said) in ROWS.items()},
     "a list": ("dpo", {"train_dataset": [GOOD]}, "must be a `Dataset` or `IterableDataset`, got `list`"),
+    "a dict of columns": (
+        "sft",
+        {"train_dataset": {"text": ["w1"]}},
+        "must be a `Dataset` or `IterableDataset`, got `dict`",
+    ),
+    "transformers' configuration": ("sft", {"config_class": TrainingArguments}, "`args` is a TrainingArguments"),
+    "arranging what a transform makes": (
+        "sft",
+        {
+            "train_dataset": Dataset.from_dict({"n": [1, 2]}).with_transform(lambda rows: {"input_ids": [[5, 6]]}),
+            "arrange_micro_batches": "tokens",
+            "remove_unused_columns": False,
+            "dataset_kwargs": {"skip_prepare_dataset": True},
+        },
+        "a streaming one, or one with a transform, has none",
+    ),
     "no rows": ("dpo", {"train_dataset": Dataset.from_list([])}, "The train data has no rows"),
     "no evaluation rows": ("sft", {"eval_dataset": {"some": Dataset.from_list([])}}, "The some data has no rows"),
     "eval data of another kind": (
