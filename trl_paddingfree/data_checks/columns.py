@@ -15,11 +15,12 @@ from ..core.data.task import Task
 
 FIX = "Correct the row, or leave it out with `dataset.filter`."
 _LABELS = "`True` or `False`"
+_NUMBER = "a number"
 _MESSAGES = "a list of messages, each with a `role` and a `content`"
 _TEXT = "a string"
 _BOTH = f"{_TEXT}, or {_MESSAGES}"
 # What each column holds, by its name
-_HOLDS = {**dict.fromkeys(("prompt", "chosen", "rejected", "completion"), _BOTH), "label": _LABELS}
+_HOLDS = {**dict.fromkeys(("prompt", "chosen", "rejected", "completion"), _BOTH), "label": _LABELS, "margin": _NUMBER}
 # Rows of a kind that has no other test, whose values are looked at one by one
 _LOOKED_AT = 1_000
 
@@ -53,7 +54,8 @@ def _read(columns: Sequence[str], task: Task, text_field: str) -> dict[str, str]
     if not tokens.isdisjoint(columns):
         return {}
     if task.name != "sft":
-        return {column: _HOLDS[column] for column in columns if column in _HOLDS}
+        read = {*columns} - ({"margin"} - {*task.reads})  # only reward models read margins
+        return {column: holds for column, holds in _HOLDS.items() if column in read}
     if {text_field, "messages"} <= {*columns} and "completion" not in columns:  # TRL goes by what the messages are
         return {}
     formats = ({"prompt": _BOTH, "completion": _BOTH}, {"messages": _MESSAGES}, {text_field: _TEXT})
@@ -66,6 +68,8 @@ def _problem(value: object, holds: str) -> str:
         return ""
     if holds == _LABELS:
         return "" if isinstance(value, bool | int | float) and value in (0, 1) else short(value)
+    if holds == _NUMBER:
+        return "" if isinstance(value, int | float) else short(value)
     if isinstance(value, str):
         return f"{short(value)}, a string" if holds == _MESSAGES else ""
     return short(value) if holds == _TEXT else message_problem(value)
@@ -122,10 +126,10 @@ def _wrong_conversations(values: Any) -> Any:
     if not {"role", "content"} <= {*names}:
         wrong = np.ones(len(values), bool)
     else:
-        kind = entries.type.field("content").type
+        kind, role = entries.type.field("content").type, entries.type.field("role").type
         is_read = types.is_string(kind) or types.is_large_string(kind) or types.is_list(kind)
         nothing = np.ones(len(entries), bool)
-        if is_read:
+        if is_read and (types.is_string(role) or types.is_large_string(role)):
             nothing = pc.is_null(pc.struct_field(entries, "content")).to_numpy(False)
         nothing = nothing | pc.is_null(pc.struct_field(entries, "role")).to_numpy(False)
         wrong[parents[nothing]] = True

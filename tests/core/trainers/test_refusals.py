@@ -152,6 +152,8 @@ ROWS = {
         [{"prompt": "w1", "completion": assistant("w2"), "label": True}],
         "`prompt` is a str, `completion` is a list. All of a row's texts",
     ),
+    "a margin of words": ("reward", [{**GOOD, "margin": "x"}], "Row 0 .* `margin` is 'x'. It must be a number"),
+    "a role of numbers": ("sft", [{"messages": [{"role": 1, "content": "w1"}]}], "a message whose role is 1"),
     "a reward of numbers": ("reward", [{"chosen": 1.5, "rejected": 2.5}], "Row 0 .* `chosen` is 1.5. It must be a str"),
     "numbers to answer": ("rloo", [{"prompt": 5}] * 8, "Row 0 of the train data: `prompt` is 5. It must be a string"),
     "no conversation": ("grpo", [{"prompt": user("w1")}] * 7 + [{"prompt": []}], "Row 7 .* `prompt` is an empty list"),
