@@ -42,14 +42,12 @@ CORE = {
 }
 # Imports of capabilities that are still to be cut: nothing but the registry and the commands may name a capability
 TO_CUT = {
-    "core/model": {"groups", "slices"},
     "core/trainers": {
-        "arranging", "budgets", "data_checks", "groups", "resuming",
+        "arranging", "budgets", "data_checks", "resuming",
     },
-    "budgets": {"groups", "slices"},
+    "budgets": {"slices"},
     "heads": {"data_checks"},
     "online": {"budgets"},
-    "slices": {"groups"},
 }  # fmt: skip
 DOORS = ("__init__", "__main__", "capabilities", "cli", "registry")
 # Facts that several capabilities ask for (the first: the core, too), and that need nothing but the core

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 # Those that add to the trainers: what the first adds goes around what the others add
-ORDER = ("images",)
+ORDER = ("images", "groups")
 
 
 def is_there(capability: str) -> bool:

@@ -52,7 +52,7 @@ def test_every_number_of_recomputed_layers_computes_the_same(folder, task, reent
     batch = next(iter(trainer.get_train_dataloader()))
     expected = step(plain, {name: value for name, value in batch.items() if name != "rows"})
     calls, recomputations = [], []
-    for layer in trainer.flat.trained.recomputable:
+    for layer in trainer.flat.planner.layers:
         layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     for number in range(LAYERS + 1):
         calls.clear()
@@ -88,7 +88,7 @@ def test_every_number_of_recomputed_layers_computes_the_same_of_generated_rows(d
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_number_of_recomputed_layers_computes_the_same_of_images(kind):
     trainer = ready(with_images(kind, "dpo", vision_pairs(8, SEED), lora=True))
-    batch, layers = next(iter(trainer.get_train_dataloader())), trainer.flat.trained.recomputable
+    batch, layers = next(iter(trainer.get_train_dataloader())), trainer.flat.planner.layers
     assert len(layers) == {"llava": 3, "qwen2_5_vl": 4}[kind]  # LLaVA leaves out what the last of the tower gives
     expected = step(trainer, batch, 0)
     for number in range(1, len(layers) + 1):

@@ -73,7 +73,7 @@ def test_an_allocation_that_always_fails_ends_the_run(folder, loss_type, limit, 
     assert sorted(set(sizes), reverse=True) == sizes
     assert {each.schedule.kept_slices for each in tried[1:]} == {1}  # after a failure, nothing is to spare
     # Who trains the model next decides for himself which layers recompute
-    layers = trainer.flat.trained.recomputable
+    layers = trainer.flat.planner.layers
     recompute_first(layers, 0)
     trainer.flat_base(trainer.model)(input_ids=torch.tensor([[5, 6]]), use_cache=False)
     assert not any(layer.gradient_checkpointing for layer in layers)

@@ -44,7 +44,7 @@ VARLEN = {"prefix_sharing": True, "flat_attention": "varlen", "model_init_kwargs
 
 def counted(trainer, batch, number):
     """Bytes that a training forward pass of `batch` saves if the first `number` layers recompute."""
-    layers = trainer.flat.trained.recomputable
+    layers = trainer.flat.planner.layers
     counter = SavedBytes(trainer.flat_base(trainer.model), layers)
     batch = {name: value for name, value in batch.items() if name != "rows"}
     trainer.flat.planner.own_schedule = lambda _: Schedule(recompute=number)
@@ -62,7 +62,7 @@ def assert_predicted(trainer, cautious=CAUTIOUS):
     memory = ready(trainer).flat.planner
     for batch in trainer.get_train_dataloader():
         saved = memory.needs.saved(memory.features(batch["flat_batch"]))
-        for number in (0, 1, len(trainer.flat.trained.recomputable)):
+        for number in (0, 1, len(trainer.flat.planner.layers)):
             assert 1 - BOLD <= saved[number] / counted(trainer, batch, number) <= 1 + cautious, number
 
 
@@ -213,13 +213,13 @@ def test_counting_leaves_the_model_as_it_was(folder):
     trainer = budgeted("dpo", folder, preference_data(8, SEED), peft_config=lora(lora_dropout=0.5))
     base, weights = trainer.flat_base(trainer.model), [p.clone() for p in trainer.model.parameters()]
     base.eval()
-    recompute_first(trainer.flat.trained.recomputable, 1)
+    recompute_first(trainer.flat.planner.layers, 1)
     before = torch.get_rng_state()
     once, again = (count_kept_bytes(base, trainer.flat.route) for _ in range(2))
     assert all(np.array_equal(a, b) for a, b in zip(vars(once).values(), vars(again).values(), strict=True))
     assert torch.equal(before, torch.get_rng_state())
     assert not any(module.training for module in base.modules())
-    assert [layer.gradient_checkpointing for layer in trainer.flat.trained.recomputable] == [True, False, False]
+    assert [layer.gradient_checkpointing for layer in trainer.flat.planner.layers] == [True, False, False]
     assert all(p.grad is None for p in trainer.model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(weights, trainer.model.parameters(), strict=True))
 

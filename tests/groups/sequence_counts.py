@@ -23,7 +23,7 @@ from trl_paddingfree.core.model.architecture import recomputable_layers
 from trl_paddingfree.core.model.flat_model import FlatModel
 from trl_paddingfree.core.model.forward import flat_forward
 from trl_paddingfree.groups.exchange import Halo
-from trl_paddingfree.groups.sequence import SequenceGroup
+from trl_paddingfree.groups.sequence import SequenceGroup, share_batches
 
 HEADS, KEYS, SIZE, LAYERS, REACH = 8, 2, 16, 3, 3
 # Prompts and answers: a batch whose tokens, of which the answers are scored, divide by four
@@ -158,7 +158,7 @@ def sent_bytes(flat, batch, rank):
 def compare(kind, flat, batch, group, exchanged):
     device, dtype, found, said = group.device, flat.model.dtype, {}, []
     for name, member in (("whole", None), ("sliced", group)):
-        flat.group = member
+        share_batches(flat, member)
         found[name] = [measure(flat, batch) for measure in (kept_bytes, work, reads)]
         said.append(log_probs(flat, batch).detach())
     (kept, flops, waits), (own, part, own_waits) = found["whole"], found["sliced"]
@@ -199,7 +199,7 @@ def main():
     for rows in ([[5]], [[5, 6, 7]]):  # of fewer tokens than processes, and none or few to score
         batch, said = FlatBatch.from_rows(rows, rows).to(device), []
         for member in (None, group):
-            flat.group = member
+            share_batches(flat, member)
             model.zero_grad()
             said.append(log_probs(flat, batch))
             said[-1].sum().backward()

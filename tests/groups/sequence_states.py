@@ -18,8 +18,9 @@ from tests.helpers.reference_state import reference_state_kernels
 from tests.runs import gradient_differences, largest_of
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.core.model.flat_model import FlatModel
-from trl_paddingfree.core.model.routes import choose_route, refuse_unsliceable
-from trl_paddingfree.groups.sequence import SequenceGroup
+from trl_paddingfree.core.model.routes import choose_route
+from trl_paddingfree.groups.check import refuse_unsliceable
+from trl_paddingfree.groups.sequence import SequenceGroup, share_batches
 
 PLAIN = (
     "qwen3_next olmo_hybrid bailing_hybrid mamba falcon_mamba mamba2 bamba falcon_h1 nemotron_h granitemoehybrid zamba "
@@ -73,9 +74,9 @@ def compare(name, seed, group, has_kernels):
             if reentrant:
                 model.enable_input_require_grads()
             for rows in batches(seed):
-                flat.group = None
+                share_batches(flat, None)
                 expected, whole = answered(flat, rows, prefix_sharing)
-                flat.group = group
+                share_batches(flat, group)
                 said, own = answered(flat, rows, prefix_sharing)
                 where = f"{name}, {prefix_sharing=}, {reentrant=}, {has_kernels=}, rows of {[*map(len, rows)]}"
                 if expected.numel():

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.helpers.architectures import tiny_model, with_head
 from tests.helpers.flat_and_padded import flat_model
@@ -27,8 +28,9 @@ from trl_paddingfree.core.check.prove import CheckResult, UnprovenModelError
 from trl_paddingfree.core.flat.batch import FlatBatch
 from trl_paddingfree.core.flat.layout import FlatLayout
 from trl_paddingfree.core.flat.schedule import Schedule
-from trl_paddingfree.core.model.routes import choose_route, refuse_unsliceable
+from trl_paddingfree.core.model.routes import choose_route
 from trl_paddingfree.core.model.told import FlatMask, OtherSlices, PassContext
+from trl_paddingfree.groups.check import GroupCheck, refuse_unsliceable
 from trl_paddingfree.groups.exchange import Halo, head_shares, slice_sizes, span_of
 from trl_paddingfree.groups.sequence import SequenceGroup, owners_of, scored_sizes, slice_of
 from trl_paddingfree.recurrent.tree import tree_functions
@@ -311,9 +313,23 @@ def test_tokens_that_stand_in_for_empty_slices_are_not_gathered():
             assert own.tolist() == np.flatnonzero(owners_of(5, 2, cuts) == rank).tolist()
 
 
+def test_processes_of_a_group_compare_their_batches_on_the_host():
+    rows = [[7] * 20, [7, 8], [9] * 5]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group, batch = SequenceGroup(dist.group.WORLD, torch.device("meta")), FlatBatch.from_rows(rows, rows)
+        assert group.own_share(batch.to("meta"), tiny_model("llama").config).input_ids.shape == batch.input_ids.shape
+        group.largest = lambda values: [1, 0]  # another process has another batch
+        with pytest.raises(ValueError, match="have been given different batches"):
+            group.own_share(FlatBatch.from_rows(rows, rows), tiny_model("llama").config)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_slices_that_fail_are_not_tried_on_rows(monkeypatch):
     model, tried = tiny_model("qwen3_5_text"), []
-    flat_model(model).group = SimpleNamespace(size=2, attend=None)
+    flat_model(model).peers = SimpleNamespace(name="`sequence_parallel_size=2`")
+    routes = object.__new__(GroupCheck).routes(model, choose_route(model), fallback=True)
 
     def fail(model, route, *_):
         tried.append(route)
@@ -321,7 +337,7 @@ def test_slices_that_fail_are_not_tried_on_rows(monkeypatch):
 
     monkeypatch.setattr(prove, "check_flat", fail)
     with pytest.raises(UnprovenModelError, match="`sequence_parallel_size=2`"):
-        prove.prove(model, choose_route(model), fallback=False)
+        prove.prove(model, choose_route(model), routes=routes)
     assert [(route.states, route.prefix_sharing) for route in tried] == [("tree", True), ("tree", False)]
 
 

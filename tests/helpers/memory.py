@@ -62,7 +62,7 @@ def byte_per_token(layers, recomputed=0, fixed=0, of_keys=0):
 
 def in_tokens(plan, number):
     """A plan whose memory budget holds so many tokens, once for each layer that keeps its activations."""
-    plan.needs = byte_per_token(len(plan.flat_model.recomputable))
+    plan.needs = byte_per_token(len(plan.layers))
     plan.budget = number
     return plan
 

@@ -118,7 +118,7 @@ def test_every_number_of_recomputed_layers_computes_the_same_and_keeps_what_was_
         """One more pass, which is not trained on."""
         memory = trainer.flat.planner
         if memory is not None and torch.is_grad_enabled():
-            counter = SavedBytes(trainer.flat_base(trainer.model), trainer.flat.trained.recomputable)
+            counter = SavedBytes(trainer.flat_base(trainer.model), trainer.flat.planner.layers)
             with counter.counting():
                 result = compute(trainer, *args)
             inside = sum(counter.total(i) for i in range(number, LAYERS)) + sum(counter.inputs[:number])

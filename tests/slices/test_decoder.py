@@ -41,8 +41,10 @@ from trl_paddingfree import FlatBatch
 from trl_paddingfree.budgets.kept_bytes import count_kept_bytes
 from trl_paddingfree.core.flat.schedule import Schedule
 from trl_paddingfree.core.model.flat_model import FlatModel
+from trl_paddingfree.core.model.peers import Alone
 from trl_paddingfree.slices import decoder as slices
 from trl_paddingfree.slices.axis import kept_keys
+from trl_paddingfree.slices.passes import scheduled, why_whole
 from trl_paddingfree.spans import NO_WINDOW, cut_by_number
 
 PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8").splitlines()
@@ -69,7 +71,7 @@ def cuts_of(total, seed=SEED):
 
 def computed(flat, batch, cuts=(), kept_slices=1, **given):
     """Log-probabilities and gradients of a batch, cut at these positions or whole, with dropout from one state."""
-    batch = replace(batch, schedule=Schedule(cuts, kept_slices=kept_slices))
+    batch = scheduled(batch, Schedule(cuts, kept_slices=kept_slices))
     torch.manual_seed(SEED)
     return log_probs_and_gradients(flat.model, labels=padded(batch.to_rows(), -100), flat_batch=batch, **given)
 
@@ -92,7 +94,7 @@ def assert_answer_equals_whole(model, batch, answer):
     found = []
     for cuts in ((), *cuts_of(batch.layout.segments.num_tokens)):
         model.zero_grad()
-        values = answer(replace(batch, schedule=Schedule(cuts)))
+        values = answer(scheduled(batch, Schedule(cuts)))
         values.square().sum().backward()
         found.append((values, gradients_of(model)))
     (expected, expected_gradients), *others = found
@@ -113,7 +115,7 @@ def batch_of(rows=None, prefix_sharing=True):
 @pytest.mark.parametrize("name", FLAT)
 def test_every_flat_model_in_slices_equals_itself_whole_or_is_refused_by_name(name):
     flat = flat_model(tiny_model(name, seed=SEED))
-    if reason := flat.why_whole:
+    if reason := why_whole(flat):
         assert "do not go along the tree" in reason or "which takes no keys of earlier slices" in reason
         return
     if name == "phimoe":  # it draws its experts at random in training
@@ -148,7 +150,7 @@ STATES += ["mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "za
 @pytest.mark.parametrize("name", STATES)
 def test_layers_with_a_state_cut_anywhere(name, prefix_sharing):
     flat = flat_model(tiny_model(name, seed=SEED))
-    assert flat.why_whole == ""
+    assert why_whole(flat) == ""
     for batch in (batch_of(prefix_sharing=prefix_sharing), batch_of([tree(SEED)[0]])):
         assert_equals_whole(flat, batch)
 
@@ -176,18 +178,18 @@ def test_frequencies_follow_the_longest_row_in_every_slice(kind, limit, attentio
 
 def test_the_mask_backend_and_layers_with_a_state_of_rows_cannot():
     flat = flat_model(make_model(vocab_size=96), backend="mask")
-    assert "takes no keys of earlier slices" in flat.why_whole
+    assert "takes no keys of earlier slices" in why_whole(flat)
     flat = flat_model(tiny_model("opt", layerdrop=0.5))
-    assert "leaves out layers at random" in flat.why_whole
+    assert "leaves out layers at random" in why_whole(flat)
     flat = flat_model(tiny_model("lfm2"))
-    flat.group = SimpleNamespace(size=2)
-    assert "`sequence_parallel_size=2`" in flat.why_whole
-    flat.group = None
+    flat.peers = SimpleNamespace(name="`sequence_parallel_size=2`")
+    assert "`sequence_parallel_size=2`" in why_whole(flat)
+    flat.peers = Alone()
     flat = FlatModel.install(flat.model, replace(flat.route, states="rows"))
-    assert "do not go along the tree" in flat.why_whole
+    assert "do not go along the tree" in why_whole(flat)
     flat = flat_model(tiny_model("inkling_text"))  # of its convolutions, those within attention see rows
     assert (flat.route.states, flat.repeats) == ("tree", True)
-    assert "do not go along the tree" in flat.why_whole
+    assert "do not go along the tree" in why_whole(flat)
 
 
 # --- What is around slices -------------------------------------------------------------------------------------------
@@ -268,7 +270,7 @@ def test_slices_hold_the_keys_that_they_read_and_nothing_waits_for_the_garbage_c
         for cuts, expected in (((0, 8, 16, 24, 32), [0] * 4 * layers), ((0, 12, 20, 28, 32), cut)):
             held.clear()
             with torch.set_grad_enabled(is_training):
-                sliced = replace(batch, schedule=Schedule(cuts))
+                sliced = scheduled(batch, Schedule(cuts))
                 flat.model(flat_batch=sliced, labels=padded(batch.to_rows(), -100), fused_lm_head=True)
             assert held == expected
             assert not any(carry() for carry in passes)
@@ -286,7 +288,7 @@ def test_layers_with_a_window_keep_the_keys_that_later_slices_see(monkeypatch, w
 
     monkeypatch.setattr(slices.Carry, "attend", watch)
     rows, cuts = [[*range(1, 31)], [*range(1, 26), 40]], (0, 10, 20, 32)
-    batch = replace(batch_of(rows), schedule=Schedule(cuts))
+    batch = scheduled(batch_of(rows), Schedule(cuts))
     with torch.no_grad():
         flat.model(flat_batch=batch, labels=padded(rows, -100), fused_lm_head=True)
     sizes = {(number, seen): keys.size(2) for number, seen, (keys, _) in kept}
@@ -329,7 +331,7 @@ def test_a_decoder_gets_arguments_that_it_has(monkeypatch):
     model, batch, seen = reward_model("gpt2", vocab_size=96).eval(), batch_of(), set()
     install(model)
     forward = model.transformer.forward
-    batch = replace(batch, schedule=Schedule((0, 9, batch.layout.segments.num_tokens)))
+    batch = scheduled(batch, Schedule((0, 9, batch.layout.segments.num_tokens)))
     monkeypatch.setattr(
         model.transformer, "forward", wraps(forward)(lambda **given: seen.update(given) or forward(**given))
     )

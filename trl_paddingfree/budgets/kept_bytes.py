@@ -23,7 +23,6 @@ from ..core.model.forward import is_pooled
 from ..core.model.mixers import mixers
 from ..core.model.restored import attributes_set, buffers_restored, random_state_restored
 from ..core.model.routes import Route
-from ..groups.sequence import scored_sizes
 from ..spans import NO_WINDOW
 from .features import KEYS, PAIRS, SCORED, TOKENS, memory_features
 from .keys import keys_noted
@@ -96,7 +95,7 @@ def count_kept_bytes(
     with them, the layers of the vision tower count, too. `arguments` are what else training passes to the model.
     """
     layers = recomputable_layers(model, bool(with_images))
-    group = FlatModel.group_of(model)
+    peers = FlatModel.peers_of(model)
     even, odd = _batches(model, route)
     features, counts = [], []
     recomputing = [(x, "gradient_checkpointing", False) for layer in layers for x in checkpointing_layers(layer)]
@@ -115,8 +114,8 @@ def count_kept_bytes(
             with counter.counting():
                 output = (model if call is None else call)(**inputs, fused_lm_head=True, use_cache=False, **arguments)
             batch = inputs["flat_batch"]
-            scored = None if group is None else scored_sizes(batch, group.size)[group.rank]
-            features.append(memory_features(batch, route, scored))
+            shares, own = peers.shares(batch)
+            features.append(memory_features(batch, route, shares[own]))
             sizes = [counter.sizes(layer) for layer in range(-1, len(layers))]
             of_largest = max(sum(sizes[1:], [0]))
             counts.append([*map(sum, sizes), *counter.inputs, of_largest])

@@ -11,17 +11,19 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from ..core.device import GIB, PeakMemory
 from ..core.flat.batch import FlatBatch
 from ..core.flat.counts import of_all_processes
 from ..core.flat.schedule import Schedule
+from ..core.model.architecture import recompute_first
 from ..core.model.flat_model import FlatModel
 from ..core.model.hooks import PassHook
 from ..core.trainers.engine import is_sharded
-from ..groups.sequence import scored_sizes
 from ..slices.axis import cut_by_size, kept_keys, sizes_to_try
+from ..slices.passes import scheduled, why_whole
 from ..spans import cut_by_number
 from .features import TOKENS, joined_features, memory_features, slice_features
 from .needs import MemoryNeeds
@@ -54,6 +56,7 @@ class MemoryPlanner(PassHook):
     option: float | str | None = None
     budget: int = 0
     needs: MemoryNeeds | None = None
+    layers: Sequence[GradientCheckpointingLayer] = ()  # of the trained model, that may recompute
     is_reentrant: bool = False  # whether layers use reentrant checkpoints
     measures: bool = True  # whether measured peaks may correct the prediction, which resets PyTorch's peak
     has_shrunk: bool = False  # whether a failed allocation has lowered the limit
@@ -70,21 +73,29 @@ class MemoryPlanner(PassHook):
         # In a checkpoint, each process has its own file: each measures its own peaks
         self.state_file = f"memory_budget_{self.accelerator.process_index}.json"
         self.is_sharded = is_sharded(self.accelerator)
-        self.why_whole = self.flat_model.why_whole
+        self.why_whole = why_whole(self.flat_model)
 
     # --- schedules --------------------------------------------------------------------------------------------------
 
     def begin(self, flat_model: FlatModel, batch: FlatBatch) -> FlatBatch:
         """The batch, scheduled. With gradients, the trained model must have room for it."""
-        if batch.schedule != Schedule():  # of whoever calls the model
-            return batch
-        return self.scheduled(batch, trains=torch.is_grad_enabled() and flat_model is self.flat_model)
+        trains = torch.is_grad_enabled() and flat_model is self.flat_model
+        if batch.schedule == Schedule():  # else, that of whoever calls the model
+            batch = self.scheduled(batch, trains)
+        if trains:
+            self.set_recompute(batch.schedule)
+        return batch
+
+    def set_recompute(self, schedule: Schedule) -> None:
+        """Checkpoint as many of the first layers as a schedule says, whatever TRL has set."""
+        if schedule.recompute is not None:
+            recompute_first(self.layers, schedule.recompute)
 
     def scheduled(self, batch: FlatBatch, trains: bool) -> FlatBatch:
         """A batch with its schedule. If it `trains`, it must fit, and its pass begins."""
         own = self.own_schedule(batch)
         # Processes that gather weights together agree on a schedule
-        batch = replace(batch, schedule=self._agreed(batch, own) if self.is_sharded else own)
+        batch = scheduled(batch, self._agreed(batch, own) if self.is_sharded else own)
         if trains:
             if self.why_whole:
                 self.refuse_oversized(batch.counts.computed)
@@ -161,10 +172,9 @@ class MemoryPlanner(PassHook):
 
     def features(self, batch: FlatBatch) -> np.ndarray:
         """The features of a batch from which its memory is predicted."""
-        group = self.flat_model.group
-        # In a group, those of the process with the most scored tokens: all processes must decide alike
-        scored = None if group is None else max(scored_sizes(batch, group.size))
-        return memory_features(batch, self.flat_model.route, scored)
+        # Those of the process with the most scored tokens: all that compute the batch must decide alike
+        shares, _ = self.flat_model.peers.shares(batch)
+        return memory_features(batch, self.flat_model.route, max(shares))
 
     def parts(self, examples: Sequence[np.ndarray]) -> list[list[int]]:
         """
@@ -239,7 +249,7 @@ class MemoryPlanner(PassHook):
         tokens, schedule = current.counts.computed, current.schedule
         # The share of tokens whose slices are computed once more
         again = schedule.cuts[-1 - schedule.kept_slices] / tokens if schedule.cuts else 0.0
-        recomputed = (schedule.recompute or 0) + again * len(self.flat_model.recomputable)
+        recomputed = (schedule.recompute or 0) + again * len(self.layers)
         self.new.append((schedule.num_slices, recomputed, schedule.peak))
         # Before gradients and moments exist, the peak would look as if activations needed next to nothing
         if has_stepped and self.corrects:
@@ -247,14 +257,12 @@ class MemoryPlanner(PassHook):
 
     def _correct(self, predicted: int) -> None:
         """Correct the prediction by the peak of a pass; downward only once `CORRECTED` peaks are known."""
-        needs, group = self.needs, self.flat_model.group
+        needs = self.needs
         assert needs is not None
         self.observed += 1
         uncorrected = (predicted - needs.fixed) / needs.correction
         # Other tensors may have been allocated since the needs were counted
-        held, peak = self.held, self.device_memory.peak
-        if group is not None:
-            held, peak = group.largest([held, peak]).tolist()
+        held, peak = self.flat_model.peers.largest([self.held, self.device_memory.peak]).tolist()
         self.needs = needs = replace(needs, fixed=max(needs.fixed, held))
         self.most_measured = max(self.most_measured, (peak - needs.fixed) / uncorrected)
         if self.most_measured > needs.correction or self.observed == CORRECTED:
@@ -274,7 +282,7 @@ class MemoryPlanner(PassHook):
         if self.needs is None:
             return figures
         return figures | {
-            "flat/recomputed": recomputed / number / len(self.flat_model.recomputable),
+            "flat/recomputed": recomputed / number / len(self.layers),
             "flat/predicted_memory_gib": gathered[:, 3].max().item(),
             "flat/memory_budget_gib": gathered[:, 4].min().item(),
         }
@@ -289,7 +297,7 @@ class MemoryPlanner(PassHook):
     def restore(self, folder: str) -> None:
         """Restore what was saved, unless the budgets asked for have changed, or the process is new or in a group."""
         path = Path(folder, self.state_file)
-        if self.flat_model.group is not None or not path.exists():
+        if self.flat_model.peers.name or not path.exists():
             return
         try:
             state = json.loads(path.read_text(encoding="utf-8"))

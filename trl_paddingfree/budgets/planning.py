@@ -73,10 +73,11 @@ def make_planner(trainer: Any) -> MemoryPlanner:
         made_by = type(inner), {name: x for name, x in inner.defaults.items() if name in accepted}
     shards = accelerator.num_processes if zero_stage(accelerator) in (1, 2) else 1
     fixed, budget = fixed_bytes(models, made_by, held, shards), budget_bytes(option, accelerator.device)
-    if (group := flat_model.group) is not None:  # all plan for the largest needs and the smallest budget of any
-        kept = KeptBytes(*map(group.largest, vars(kept).values()))
-        fixed, budget = (abs(x) for x in group.largest([fixed, -budget]).tolist())
-    flat_model.recomputable = layers
+    # All processes that compute the same batches plan for the largest needs and the smallest budget of any
+    largest = flat_model.peers.largest
+    kept = KeptBytes(*map(largest, vars(kept).values()))
+    fixed, budget = (abs(x) for x in largest([fixed, -budget]).tolist())
+    planner.layers = layers
     head = type(trainer).head_bytes(*(each.model for each in flat.models))
     planner.budget, planner.needs = budget, MemoryNeeds(fixed, kept, head, float(kept.factor))
     return planner

@@ -79,7 +79,7 @@ def weigh_last_batch(trainer: Any, inputs: Inputs) -> None:
     is_last = loader is not None and loader.end_of_dataloader and loader.remainder == -1
     if not is_last or isinstance(inputs, list) or trainer.args.accelerator_config.dispatch_batches is not None:
         return
-    if accelerator.num_processes == trainer.flat.options.sequence_parallel_size:
+    if trainer.num_streams == 1:
         batch = inputs.get("flat_batch")  # packed documents are one row of TRL's
         loader.remainder = 1 if batch is not None and batch.packed else find_batch_size(inputs)
     else:

@@ -81,7 +81,7 @@ def compile_layers(flat_model: FlatModel, options: CompilerOptions | None) -> No
             f"`torch_compile=True`: {type(model).__name__} computes flat batches by `{backend}`, whose layers are not "
             f"compiled. Leave it out, or set `flat_attention` to one of {', '.join(ATTENTION_BACKENDS)}."
         )
-    if flat_model.group is not None:
+    if flat_model.peers.name:
         raise ValueError("`torch_compile=True`: what processes exchange is not compiled. Leave it out.")
     upstream.configure_compiler(_MOST_VARIANTS)
     reasons = []

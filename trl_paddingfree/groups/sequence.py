@@ -12,22 +12,28 @@ Shape legend: see [`~trl_paddingfree.core.flat.segments`]; in addition
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..core import upstream
+from ..core.check.training import OthersWaitError
 from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..core.flat.layout import FlatLayout, Gather, once_per_layout
 from ..core.flat.segments import Ints, something_to_compute
 from ..core.model.architecture import rotary_limits
+from ..core.model.flat_model import FlatModel
+from ..core.model.forward import PER_TOKEN
+from ..core.model.hooks import Answered, Compute, PassHook
+from ..core.model.peers import Alone
 from ..core.model.restored import random_state_restored
-from ..core.model.told import Around, Scan, Weights
+from ..core.model.told import Around, PassContext, Scan, Weights
 from .exchange import Exchanged, Gathered, Halo, head_shares, of_heads, slice_sizes, span_of
 
 
@@ -102,17 +108,52 @@ def slice_of(batch: FlatBatch, number: int, size: int) -> FlatBatch:
     )
 
 
-class SequenceGroup:
-    """The processes that compute one flat batch together, seen from one of them, `rank` of `size`."""
+class Share(PassHook):
+    """What a batch with the tokens of one process adds to its passes: exchanges with the others of its `group`."""
+
+    def __init__(self, group: "SequenceGroup"):
+        self.group = group
+
+    def context(self, context: PassContext) -> PassContext:
+        return replace(context, around=(*context.around, self.group.attend), others=self.group)
+
+
+class SequenceGroup(PassHook):
+    """
+    The processes that compute one flat batch together, seen from one of them, `rank` of `size`. Implements
+    [`~trl_paddingfree.core.model.peers.Peers`] and [`~trl_paddingfree.core.model.told.OtherSlices`].
+    """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group, self.device = group, device
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.name = f"`sequence_parallel_size={self.size}`"
         # Hosts compare what they know among themselves: through a device, they would have to wait for it
         self.hosts = group
         if device.type != "cpu":
             ranks = dist.get_process_group_ranks(group)
             self.hosts = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)  # type: ignore[assignment]
+
+    def inputs(self, flat_model: FlatModel, batch: FlatBatch, inputs: Inputs) -> Inputs:
+        """Only TRL's fused head is computed by shares: refuses calls that compute whole batches."""
+        if not any(isinstance(hook, Share) for hook in batch.hooks):
+            raise ValueError(
+                f"{self.name}: processes have slices of the tokens, and no logits of rows. Leave out what wants these, "
+                "such as `compute_metrics` and `predict`, or set it to 1."
+            )
+        return inputs
+
+    def scored(self, flat_model: FlatModel, batch: FlatBatch, compute: Compute) -> Answered:
+        """Each process computes its share, and all gather the answers."""
+        model = flat_model.model
+        own = self.own_share(batch, model.config.get_text_config())
+        with self.drawing_apart(model) if model.training else nullcontext():
+            output, backbone = compute(own)
+        values = self.gather_scored({name: output[name] for name in PER_TOKEN if name in output}, batch)
+        if output.aux_loss is not None:  # the router loss is no sum over slices: it needs all tokens at once
+            routers = tuple(self.gather_tokens(x, batch) for x in backbone["router_logits"])
+            values["aux_loss"] = upstream.router_loss(model, routers, batch.token_rows)
+        return replace(output, **values), backbone
 
     def own_share(self, batch: FlatBatch, config: PreTrainedConfig) -> FlatBatch:
         """
@@ -126,16 +167,17 @@ class SequenceGroup:
         checksums = partial(self.largest, [batch.checksum, -batch.checksum])
         if sum(batch.layout.derived("largest and smallest checksum", checksums)):  # asked once
             raise ValueError(
-                f"`sequence_parallel_size={self.size}`: processes of one group have been given different batches. A "
+                f"{self.name}: processes of one group have been given different batches. A "
                 "transform of the data set that draws at random, or a data loader of your own, may do that: give all "
                 "of them the same."
             )
-        return slice_of(batch, self.rank, self.size)
+        own = slice_of(batch, self.rank, self.size)
+        return replace(own, hooks=(*own.hooks, Share(self)))
 
     def too_long(self, kind: str, limit: int) -> str:
         """Why rows of more than `limit` tokens cannot be computed in slices with the RoPE type `kind`."""
         return (
-            f"`sequence_parallel_size={self.size}`: with `rope_type={kind!r}`, a row of more than {limit} tokens "
+            f"{self.name}: with `rope_type={kind!r}`, a row of more than {limit} tokens "
             f"changes the frequencies of its whole batch, and slices do not know of it. Set `max_length={limit}`, or "
             "`sequence_parallel_size=1`."
         )
@@ -182,7 +224,7 @@ class SequenceGroup:
         process: its share of the heads of the first tensor, also returned, and the heads of the others that these read.
         """
         if (num_heads := states[0].size(1)) < self.size:
-            raise ValueError(f"`sequence_parallel_size={self.size}` is more than the {num_heads} heads of a layer.")
+            raise ValueError(f"{self.name} is more than the {num_heads} heads of a layer.")
         sizes = slice_sizes(num_tokens, self.size)
         heads = [[keys for _, keys in head_shares(num_heads, x.size(1), self.size)] for x in states]
         whole = {}
@@ -226,7 +268,7 @@ class SequenceGroup:
         own = cut(kwargs)
         if unknown := [name for name, x in kwargs.items() if torch.is_tensor(x) and x.ndim and name not in own]:
             raise ValueError(
-                f"`sequence_parallel_size={self.size}`: {type(module).__name__} gives its attention function "
+                f"{self.name}: {type(module).__name__} gives its attention function "
                 f"`{unknown[0]}`, of which it is not known what belongs to which head. Set it to 1."
             )
         part = copy.copy(module)  # shares all weights; attributes set on it take precedence over them
@@ -258,7 +300,7 @@ class SequenceGroup:
             return by_process
         return by_process.index_select(0, layout.tensor(np.argsort(np.argsort(owners, kind="stable"))))
 
-    def whole_gradients(
+    def gradients(
         self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], batch: FlatBatch
     ) -> list[torch.Tensor]:
         """Gradients as engines average them, from a slice's: of embeddings, now `(1, T, D)`, and of weights."""
@@ -269,7 +311,21 @@ class SequenceGroup:
             dist.all_reduce(gradient, group=self.group)
         return [gradient / self.size for gradient in (embedded, *sums)]
 
-    def largest(self, values: Sequence[int] | np.ndarray) -> np.ndarray:
+    def failed(self, model: PreTrainedModel, error: Exception) -> None:
+        raise OthersWaitError(
+            f"{self.name} cannot serve {type(model).__name__}, which raises {type(error).__name__} in slices: {error} "
+            "Set it to 1 to train whole batches."
+        ) from error
+
+    def spans(self, batch: FlatBatch) -> list[tuple[range, int]]:
+        total, cuts = batch.layout.segments.num_tokens, batch.schedule.cuts
+        sizes = [len(span) for span in spans_of(total, self.rank, self.size, cuts)]
+        return [(range(end - size, end), size) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
+    def shares(self, batch: FlatBatch) -> tuple[Sequence[int], int]:
+        return scored_sizes(batch, self.size), self.rank
+
+    def largest(self, values: Sequence[float] | np.ndarray) -> np.ndarray:
         """The element-wise maximum of `values` over the group, in their dtype. Only the hosts take part."""
         maxima = torch.as_tensor(values).clone()
         dist.all_reduce(maxima, dist.ReduceOp.MAX, self.hosts)
@@ -282,3 +338,10 @@ class SequenceGroup:
         with random_state_restored(model, of_users=False):
             torch.manual_seed(seed + self.rank)
             yield
+
+
+def share_batches(flat_model: FlatModel, group: SequenceGroup | None) -> None:
+    """Have the processes of a `group` compute the batches of a model together; `None`: each its own."""
+    others = tuple(hook for hook in flat_model.hooks if not isinstance(hook, SequenceGroup))
+    flat_model.hooks = others if group is None else (*others, group)
+    flat_model.peers = Alone() if group is None else group

@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..core.flat.layout import FlatLayout
 from ..core.flat.transfer import HasTensors, on_device
+from ..core.model.flat_model import FlatModel
 from ..core.model.hooks import PassHook
 from ..core.model.restored import Change
 
@@ -179,12 +180,12 @@ class FlatImages(HasTensors, PassHook):
     def numbers(self) -> int:  # type: ignore[override]
         return self.num_pixels
 
-    def inputs(self, model: Any, batch: FlatBatch, inputs: Inputs) -> Inputs:
-        positions = self.positions(model, batch.position_ids, batch.layout)
+    def inputs(self, flat_model: FlatModel, batch: FlatBatch, inputs: Inputs) -> Inputs:
+        positions = self.positions(flat_model.model, batch.position_ids, batch.layout)
         return {**self.arguments(inputs), "position_ids": positions}
 
-    def changes(self, model: Any, batch: FlatBatch) -> list[Change]:
-        return [self.features_in_order(model)]
+    def changes(self, flat_model: FlatModel, batch: FlatBatch) -> list[Change]:
+        return [self.features_in_order(flat_model.model)]
 
     def arguments(self, of_all: Mapping[str, Any]) -> dict[str, Any]:
         """The model's arguments with only the images of the sources, and without images if there are none."""

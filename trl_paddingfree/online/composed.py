@@ -6,9 +6,10 @@ from ..capabilities import classes_of
 from .base import Online
 
 if TYPE_CHECKING:  # the same bases, for editors and type checkers
+    from ..groups.trainers import Online as GroupsOnline
     from ..images.trainers import Online as ImagesOnline
 
-    class OnlineTrainer(ImagesOnline, Online):
+    class OnlineTrainer(ImagesOnline, GroupsOnline, Online):
         pass
 else:
 

@@ -8,31 +8,29 @@ in the right order. Heads, losses and images see a single pass, and know nothing
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial, update_wrapper
-from itertools import accumulate
+from functools import wraps
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from accelerate.utils import recursively_apply
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..core.flat.batch import FlatBatch
+from ..core.flat.batch import FlatBatch, Inputs
 from ..core.flat.layout import Attended, FlatLayout
 from ..core.flat.segments import Ints, something_to_compute
 from ..core.model.architecture import by_name, checkpointing_layers, decoder_of, rotary_reach
+from ..core.model.flat_model import FlatModel
+from ..core.model.forward import NOISE
 from ..core.model.restored import Change, attributes_set
 from ..core.model.told import Around, FlatMask, Scan, Weights
-from ..groups.sequence import SequenceGroup, spans_of
 from ..spans import NO_WINDOW, What, handed_on
 from .axis import Slice, slices_of
 
 Tensors = tuple[torch.Tensor, ...]
 # Image features that layers of a decoder (Qwen3-VL) add to hidden states, one tensor `(image tokens, H)` per layer
 _DEEPSTACK = "deepstack_visual_embeds"
-NOISE = "neftune_noise_alpha"
 
 
 @dataclass(eq=False)
@@ -126,80 +124,92 @@ class Carry:
         )
 
 
-def in_slices(model: PreTrainedModel, batch: FlatBatch, group: SequenceGroup | None) -> Change:
+def in_slices(flat_model: FlatModel, batch: FlatBatch) -> Change:
+    """The change by which the decoder of a model computes a flat batch in the slices of its schedule."""
+    decoder = decoder_of(flat_model.model)
+    forward = decoder.forward
+
+    @wraps(forward)  # with its signature
+    def in_slices(*args: Any, **kwargs: Any) -> BaseModelOutput:
+        return SlicedPass(flat_model, batch, decoder, forward, by_name(forward, args, kwargs)).run()
+
+    return decoder, "forward", in_slices
+
+
+class SlicedPass:
     """
-    The change by which the decoder of a model computes a flat batch in the slices of its schedule. With a `group`, its
-    processes compute each slice together, and `batch` has only this process's tokens.
+    A pass of a `decoder` over a flat batch, slice by slice, by its own `forward`. Its `arguments` are those of the
+    whole batch or, beside other processes, of this one's tokens.
     """
-    decoder = decoder_of(model)
-    forward = partial(_decoder_in_slices, model, decoder, batch, group, decoder.forward)
-    update_wrapper(forward, decoder.forward)  # with its signature
-    return decoder, "forward", forward
 
+    def __init__(
+        self, flat_model: FlatModel, batch: FlatBatch, decoder: torch.nn.Module, forward: Callable, arguments: Inputs
+    ):
+        model, peers = flat_model.model, flat_model.peers
+        self.model, self.forward, self.schedule = model, forward, batch.schedule
+        self.masks, self.arguments = arguments.pop("attention_mask"), arguments
+        # Processes that share a batch refuse rows so long that RoPE frequencies depend on them
+        width = batch.row_index.size(1)
+        self.reach = None if peers.name else rotary_reach(width, model.config.get_text_config())
+        self.slices = slices_of(batch.layout, batch.schedule.cuts, self.reach is not None)
+        # Layers find these, or add those for their layout and window
+        self.of_windows = {(id(batch.layout), NO_WINDOW): self.slices}
+        self.total, self.spans = batch.input_ids.size(1), peers.spans(batch)  # tokens of this process
+        self.checkpointing = [(layer, "gradient_checkpointing", False) for layer in checkpointing_layers(decoder)]
+        self.noise = vars(model.get_input_embeddings()).get(NOISE)
+        # `checkpoint` saves the random states of its arguments' devices, and the first slice gets no other tensors
+        self.on_devices = tuple(torch.empty(0, device=x) for x in {p.device for p in decoder.parameters()})
+        self.rotary: list[Change] = []  # frequencies of this pass, once it is over: other passes may change them
+        self.visual: list[int] | None = None
+        if arguments.get(_DEEPSTACK) is not None:  # where the cuts lie among the image tokens, whose features it adds
+            seen = torch.nn.functional.pad(arguments["visual_pos_masks"].flatten().cumsum(0), (1, 0))
+            self.visual = seen[torch.tensor(batch.schedule.cuts)].tolist()  # waits for the device, once per pass
 
-def _decoder_in_slices(
-    model: PreTrainedModel, decoder: torch.nn.Module, batch: FlatBatch, group: SequenceGroup | None,
-    forward: Callable, *args: Any, **kwargs: Any,
-) -> BaseModelOutput:  # fmt: skip
-    """Run a decoder's own `forward` on each slice, and join the outputs. The arguments are those of the whole batch."""
-    cuts, kept_slices = batch.schedule.cuts, batch.schedule.kept_slices
-    # With a group, rows so long that RoPE frequencies depend on them were rejected
-    reach = None if group else rotary_reach(batch.row_index.size(1), model.config.get_text_config())
-    layers = checkpointing_layers(decoder)
-    embeddings = model.get_input_embeddings()
-    slices, noise = slices_of(batch.layout, cuts, reach is not None), vars(embeddings).get(NOISE)
-    of_windows = {(id(batch.layout), NO_WINDOW): slices}  # layers find these, or add those for their layout and window
-    if args:
-        kwargs = by_name(forward, args, kwargs)
-    masks, visual = kwargs.pop("attention_mask"), None
-    if kwargs.get(_DEEPSTACK) is not None:  # where the cuts lie among the image tokens, whose features it adds
-        seen = torch.nn.functional.pad(kwargs["visual_pos_masks"].flatten().cumsum(0), (1, 0))
-        visual = seen[torch.tensor(cuts)].tolist()  # waits for the device, once per pass
-    # For each slice, which tokens of this process's batch it computes, and how many of them count
-    spans, sizes = [each.span for each in slices], np.diff(cuts).tolist()
-    if group is not None:
-        sizes = [len(span) for span in spans_of(cuts[-1], group.rank, group.size, cuts)]
-        spans = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
-    # `checkpoint` saves the random states of its arguments' devices, and the first slice gets no other tensors
-    on_devices = tuple(torch.empty(0, device=device) for device in {p.device for p in decoder.parameters()})
-    kept: list[Tensors] = []
-    rotary: list = []  # frequencies of this pass, which others may change
-    outputs = []
+    def run(self) -> BaseModelOutput:
+        """Compute all slices, of which the last ones keep their activations, and join their outputs."""
+        kept: list[Tensors] = []
+        outputs, trains = [], torch.is_grad_enabled()
+        for number, current in enumerate(self.slices):
+            earlier = [states if i in current.reads else () for i, states in enumerate(kept)]
+            if number + self.schedule.kept_slices >= len(self.slices) or not trains:
+                output, states = self.compute(number, self.on_devices, *earlier)
+            else:
+                output, states = checkpoint(self.compute, number, self.on_devices, *earlier, use_reentrant=False)
+            outputs.append(output)
+            kept.append(states)
+            if not trains:  # with gradients, autograd keeps all
+                later = self.slices[number + 1 :]
+                kept = [x if any(i in each.reads for each in later) else () for i, x in enumerate(kept)]
+        for module in self.model.modules() if trains else ():  # only these passes are computed again
+            values = vars(module) | dict(module.named_buffers(recurse=False))
+            ends = ("inv_freq", "seq_len_cached")
+            self.rotary += [(module, name, x) for name, x in values.items() if name.endswith(ends)]
+        return _joined([size for _, size in self.spans], outputs)
 
-    def compute(number: int, on_devices: Tensors, *earlier: Tensors) -> tuple[BaseModelOutput, Tensors]:
-        carry = Carry(cuts, number, earlier, reach is not None, of_windows)
-        span, total = spans[number], batch.input_ids.size(1)  # tokens of this process
-        own = {name: recursively_apply(_of_slice, value, name, span, total, reach) for name, value in kwargs.items()}
-        if visual is not None:
-            own[_DEEPSTACK] = [x[visual[number] : visual[number + 1]] for x in kwargs[_DEEPSTACK]]
+    def compute(self, number: int, on_devices: Tensors, *earlier: Tensors) -> tuple[BaseModelOutput, Tensors]:
+        """Slice `number`: its outputs, and what later slices read of it. Runs again in the backward pass."""
+        carry = Carry(self.schedule.cuts, number, earlier, self.reach is not None, self.of_windows)
+        span, _ = self.spans[number]
+        own = {
+            name: recursively_apply(_of_slice, value, name, span, self.total, self.reach)
+            for name, value in self.arguments.items()
+        }
+        if self.visual is not None:
+            first, last = self.visual[number : number + 2]
+            own[_DEEPSTACK] = [x[first:last] for x in self.arguments[_DEEPSTACK]]
         # Masks keep the layout of the whole, of which layers take what they need
-        mask = recursively_apply(carry.carried_by, masks, test_type=lambda mask: isinstance(mask, FlatMask))
+        mask = recursively_apply(carry.carried_by, self.masks, test_type=lambda mask: isinstance(mask, FlatMask))
         # Set here, because TRL may change it before the backward pass runs this again. A slice is checkpointed as a
         # whole, so its layers are not; and NEFTune's noise shrinks with the length of the axis
-        settings = [*rotary, *((layer, "gradient_checkpointing", False) for layer in layers)]
-        if noise is not None:
-            share = (len(span) + carry.with_reach) / total
-            settings.append((embeddings, NOISE, noise * math.sqrt(share)))
+        settings = [*self.rotary, *self.checkpointing]
+        if self.noise is not None:
+            share = (len(span) + carry.with_reach) / self.total
+            settings.append((self.model.get_input_embeddings(), NOISE, self.noise * math.sqrt(share)))
         with attributes_set(settings):
             try:
-                return forward(**own, attention_mask=mask), tuple(carry.kept)
+                return self.forward(**own, attention_mask=mask), tuple(carry.kept)
             finally:
                 carry.is_complete = True
-
-    for number, current in enumerate(slices):
-        earlier = [states if i in current.reads else () for i, states in enumerate(kept)]
-        if number + kept_slices >= len(slices) or not torch.is_grad_enabled():
-            output, states = compute(number, on_devices, *earlier)
-        else:
-            output, states = checkpoint(compute, number, on_devices, *earlier, use_reentrant=False)
-        outputs.append(output)
-        kept.append(states)
-        if not torch.is_grad_enabled():  # with gradients, autograd keeps all
-            kept = [x if any(i in later.reads for later in slices[number + 1 :]) else () for i, x in enumerate(kept)]
-    for module in model.modules() if torch.is_grad_enabled() else ():  # only these passes are computed again
-        values = vars(module) | dict(module.named_buffers(recurse=False))
-        rotary += [(module, name, x) for name, x in values.items() if name.endswith(("inv_freq", "seq_len_cached"))]
-    return _joined(sizes, outputs)
 
 
 def _joined(sizes: Sequence[int], outputs: Sequence[BaseModelOutput]) -> BaseModelOutput:

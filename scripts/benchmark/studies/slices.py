@@ -5,7 +5,6 @@ of `memory_budget`, whose prediction for the counted batches stands beside what 
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +26,7 @@ from trl_paddingfree.core.model.architecture import recomputable_layers, recompu
 from trl_paddingfree.core.model.flat_model import FlatModel
 from trl_paddingfree.core.model.routes import Route, choose_route
 from trl_paddingfree.slices.axis import cut_by_size, kept_keys
+from trl_paddingfree.slices.passes import scheduled
 
 from ..measure import most_allocated
 from ..report import table
@@ -91,7 +91,7 @@ def _rows(number: int, length: int, prompt: int) -> tuple[list[list[int]], list[
 def _measured(flat: FlatModel, rows: list, targets: list, schedule: Schedule, recomputed: int = 0) -> dict[str, int]:
     """Operations and peak bytes of a forward and backward pass of which the first layers recompute."""
     given = {"input_ids": torch.tensor(rows), "labels": torch.tensor(targets)}
-    batch = replace(FlatBatch.from_rows(rows, targets), schedule=schedule)
+    batch = scheduled(FlatBatch.from_rows(rows, targets), schedule)
     flat.model.gradient_checkpointing_enable({"use_reentrant": False})
     recompute_first(recomputable_layers(flat.model), recomputed)
 

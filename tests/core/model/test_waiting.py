@@ -8,14 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.flat_and_padded import flat_model
 from tests.helpers.tiny import SHARING
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.core.model import flat_model as of_model
-from trl_paddingfree.groups.sequence import SequenceGroup
 
 # model types and what is special: windows, soft-capping, sinks, chunks, experts, compressed keys, layers with a state
 MODELS = {
@@ -63,18 +61,6 @@ def test_nothing_inside_the_flat_model_needs_a_value(comparison, name, prefix_sh
     comparison.assert_called_once()
     assert {p.grad.device.type for p in model.parameters() if p.grad is not None} == {"meta"}
     assert logits.shape == (len(ROWS), 20, model.config.vocab_size)
-
-
-def test_processes_of_a_group_compare_their_batches_on_the_host():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        group, batch = SequenceGroup(dist.group.WORLD, torch.device("meta")), FlatBatch.from_rows(ROWS, ROWS)
-        assert group.own_share(batch.to("meta"), tiny_model("llama").config).input_ids.shape == batch.input_ids.shape
-        group.largest = lambda values: [1, 0]  # another process has another batch
-        with pytest.raises(ValueError, match="have been given different batches"):
-            group.own_share(FlatBatch.from_rows(ROWS, ROWS), tiny_model("llama").config)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_batches_that_differ_anywhere_have_different_checksums():

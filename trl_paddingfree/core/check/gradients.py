@@ -185,8 +185,8 @@ class RowsInTraining:
             filled = [torch.zeros_like(x) if y is None else y for x, y in zip(pieces, found, strict=False)]
             at_tokens = torch.cat([x[:, :size] for x, size in zip(filled, sizes, strict=True)], 1)
             gradients: Sequence[torch.Tensor | None] = [at_tokens, *found[len(sizes) :]]
-            if batch is not None and (group := FlatModel.group_of(self.model)) is not None:
-                gradients = group.whole_gradients([at_tokens, *parameters], gradients, batch)
+            if batch is not None:
+                gradients = FlatModel.peers_of(self.model).gradients([at_tokens, *parameters], gradients, batch)
             at_tokens, *others = [torch.zeros(()) if x is None else x.detach() for x in gradients]
             names = (f"gradients of `{name}`" for name in self.parameters)
             of_weights = {name: _sketch(x).cpu() for name, x in zip(names, others, strict=True)}
@@ -292,7 +292,7 @@ class RowsInTraining:
                     weights[scored] = self.weights
                     found = self.differentiate(inputs, weights=weights)
                 except torch.OutOfMemoryError:
-                    if FlatModel.group_of(self.model) is not None or is_sharded(self.model):
+                    if FlatModel.peers_of(self.model).name or is_sharded(self.model):
                         raise  # the others wait
                     notes = (f"gradients of {where} were not compared, for lack of memory",)
             if found is None:

@@ -15,7 +15,7 @@ A route that passes then computes gradients as in training: see [`~trl_paddingfr
 import inspect
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -189,8 +189,8 @@ def why_refused(model: PreTrainedModel, failed: list[CheckResult]) -> list[str]:
     in_training = [result.gradients.reason for result in failed if result.gradients]
     if reasons := [f"As it trains, {reason.rstrip('.')}." for reason in dict.fromkeys(in_training) if reason]:
         return reasons
-    if (group := FlatModel.group_of(model)) is not None:
-        return [f"It was computed in slices: `sequence_parallel_size={group.size}`. Set that to 1."]
+    if option := FlatModel.peers_of(model).name:
+        return [f"It was computed in slices: {option}. Set that to 1."]
     config = vars(model.config.get_text_config())
     is_stateful = upstream.is_stateful(model) or not {*NOT_ATTENTION}.isdisjoint(config.get("layer_types") or ())
     takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
@@ -257,6 +257,7 @@ def prove(
     route: Route,
     *,
     fallback: bool = True,
+    routes: Sequence[Route] | None = None,
     call: Call | None = None,
     agree: Agree = bool,
     trains: bool = True,
@@ -266,8 +267,8 @@ def prove(
     """
     Find and install the first exact route. Returns the result that passed, and those that failed before it.
 
-    Tries `route` with and without sharing and, with `fallback`, backends that ask less of the model. In low precision,
-    a route without leaks gets up to three draws: rounding may send one token to another expert.
+    Tries `routes`, by default `route` with and without sharing and, with `fallback`, backends that ask less of a model.
+    In low precision, a route without leaks gets up to three draws: rounding may send one token to another expert.
 
     Args:
         call (`Callable`, *optional*):
@@ -289,10 +290,7 @@ def prove(
     reference = cache(partial(RowsAlone, model, call))
     in_training = cache(partial(RowsInTraining, model, call, trains=trains))
     failed: list[CheckResult] = []
-    routes = routes_to_try(model, route, fallback=fallback)
-    if FlatModel.group_of(model) is not None:  # other ways to compute layers that carry state cannot be sliced
-        routes = [candidate for candidate in routes if candidate.states == route.states]
-    for candidate in routes:
+    for candidate in routes_to_try(model, route, fallback=fallback) if routes is None else routes:
         for draw in range(draws):
             again = f" (draw {draw + 1} of at most {draws})" if draw else ""
             tell(f"{candidate}: short rows alone and flat, then {'gradients of ' * trains}long ones{again}")

@@ -253,11 +253,7 @@ class OthersWaitError(ValueError):
 
 def raise_if_others_wait(model: PreTrainedModel, error: Exception) -> None:
     """Raise the `error` of a pass if other processes compute slices of the same batch, or wait for weights."""
-    if (group := FlatModel.group_of(model)) is not None:
-        raise OthersWaitError(
-            f"`sequence_parallel_size={group.size}` cannot serve {type(model).__name__}, which raises "
-            f"{type(error).__name__} in slices: {error} Set it to 1 to train whole batches."
-        ) from error
+    FlatModel.peers_of(model).failed(model, error)
     raise_if_weights_are_awaited(model, error)
 
 

@@ -2,28 +2,25 @@
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ...groups.sequence import SequenceGroup
 from .. import upstream
 from ..flat.batch import FlatBatch, Inputs
 from ..flat.counts import BatchCounts
-from ..flat.schedule import Schedule
 from ..flat.transfer import Arriving, on_device
 from ..versions import refuse_moved_head
-from .architecture import by_name, recompute_first, rotary_limits
+from .architecture import by_name
 from .attention import ATTENTION_BACKENDS
 from .edits import edits, refuse_edits, refuse_unanswerable
 from .forward import flat_backbone, flat_forward, flat_inputs, is_pooled
 from .hooks import PassHook
 from .mixers import mixers_of
+from .peers import Alone, Peers
 from .restored import mark_of
 from .routes import Route
 from .told import register_attention
@@ -69,16 +66,15 @@ class FlatModel:
         self.edits = Arriving()  # whether rows were edited since they were flattened
         # Flattens calls of TRL's head that bring no `flat_batch`; if unset, they stay padded
         self.flatten: Flattener | None = None
-        self.recomputable: Sequence[GradientCheckpointingLayer] = ()  # layers that a budget may checkpoint
         self.is_pooled = is_pooled(model)
-        self.group: SequenceGroup | None = None  # the processes that each compute a slice of a batch
+        self.peers: Peers = Alone()  # the processes that compute batches together with this one
         self.padded: Any = None  # [`~trl_paddingfree.anywhere.calls.PaddedCalls`], if padded calls are computed flat
         self.counts = BatchCounts()  # token counts of padded calls so far
         self.hooks: tuple[PassHook, ...] = ()  # what capabilities add to all passes
 
     def __getstate__(self) -> dict[str, object]:
         # Copies of the model drop what belongs to the trainer
-        return {**vars(self), **dict.fromkeys(("flatten", "group")), "hooks": ()}
+        return {**vars(self), "flatten": None, "peers": Alone(), "hooks": ()}
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> "FlatModel | None":
@@ -87,10 +83,10 @@ class FlatModel:
         return flat if flat and (flat._is_called or (flat.padded and flat.padded.is_called)) else None
 
     @classmethod
-    def group_of(cls, model: torch.nn.Module) -> SequenceGroup | None:
-        """The processes among which a model's batches are sliced; `None` if this one computes whole batches."""
+    def peers_of(cls, model: torch.nn.Module) -> Peers:
+        """The processes that compute the batches of a model together with this one."""
         flat = cls.of(model)
-        return None if flat is None else flat.group
+        return Alone() if flat is None else flat.peers
 
     @classmethod
     def install(cls, model: PreTrainedModel, route: Route) -> "FlatModel":
@@ -105,22 +101,6 @@ class FlatModel:
         if not flat._is_called:
             flat._bind()
         return flat
-
-    @property
-    def why_whole(self) -> str:
-        """Why the model cannot compute a flat batch in slices, one after another; empty if it can."""
-        if self.route.backend not in ATTENTION_BACKENDS:
-            return f"its attention is computed by {self.route}, which takes no keys of earlier slices"
-        config, why = self.model.config.get_text_config(), "it has layers that hand a state on from token to token, and"
-        if vars(config).get("layerdrop"):
-            return "it leaves out layers at random (`layerdrop`), and other ones in each slice: set it to 0"
-        if not self.mixers.found(self.model):
-            return ""
-        if self.repeats:
-            return f"{why} do not go along the tree"
-        if rotary_limits(config):
-            return f"{why} frequencies that follow the longest row"
-        return "" if self.group is None else f"{why} `sequence_parallel_size={self.group.size}`"
 
     # --- the forward ------------------------------------------------------------------------------------------------
 
@@ -211,20 +191,14 @@ class FlatModel:
             return self.model.base_model(**flat_inputs(self, batch, others)).last_hidden_state
 
     def begin_pass(self, batch: FlatBatch) -> FlatBatch:
-        """Begin a pass: set the layers that recompute, and return `batch` as this model can compute it."""
-        for hook in (*batch.hooks, *self.hooks):
+        """Begin a pass, and return `batch` as this model can compute it."""
+        for hook in self.hooks:  # which may add to those of the batch
+            batch = hook.begin(self, batch)
+        for hook in batch.hooks:
             batch = hook.begin(self, batch)
         if torch.is_grad_enabled():
             self.has_trained = True
-            self.set_recompute(batch.schedule)
-        if batch.schedule.cuts and self.why_whole:  # made for another model
-            return replace(batch, schedule=Schedule())
         return batch
-
-    def set_recompute(self, schedule: Schedule) -> None:
-        """Checkpoint as many of the first layers as a schedule says, whatever TRL has set."""
-        if schedule.recompute is not None:
-            recompute_first(self.recomputable, schedule.recompute)
 
     @contextmanager
     def flattening(self, flatten: Flattener) -> Iterator[None]:

@@ -8,7 +8,7 @@ model computes the flat tokens instead, and answers in the same rows.
 import math
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from traceback import walk_tb
@@ -18,11 +18,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 
-from ...slices.decoder import NOISE, in_slices
-from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from . import architecture
 from .attention import boundaries
+from .hooks import Answered, Compute
 from .restored import Change, attributes_set
 from .told import PassContext
 
@@ -32,7 +31,9 @@ if TYPE_CHECKING:
     from .flat_model import FlatModel
 
 # Fields of TRL's head with one value per scored token
-_PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+# The attribute of embeddings that holds the strength of NEFTune's noise
+NOISE = "neftune_noise_alpha"
 # Arguments for padded rows, which the flat batch replaces; TRL passes the margins of pairs to the backbone
 _ROW_ARGUMENTS = ("attention_mask", "position_ids", "margin", *architecture.TYPE_ROWS)
 # Packages that a model's own forward runs through, besides the one that defines its class
@@ -79,11 +80,6 @@ def flat_forward(
             "The call has `pixel_values`, and its flat batch knows of no images: have TRL's pass call the model, which "
             "says whose they are, or set `padding_free=False`."
         )
-    if flat_model.group is not None and not fused_lm_head:
-        raise ValueError(
-            f"`sequence_parallel_size={flat_model.group.size}`: processes have slices of the tokens, and no logits of "
-            "rows. Leave out what wants these, such as `compute_metrics` and `predict`, or set it to 1."
-        )
     given = {} if labels is None else {"labels": labels}
     if flat_model.is_pooled:
         assert input_ids is not None
@@ -108,43 +104,44 @@ def scored_in_rows(
     [`~trl.trainer.utils.FusedCausalLMOutput`] with fields of shape `(R, L-1)`, 0 except where `labels` are scored, and
     the loss that padded rows would give.
     """
-    group, model = flat_model.group, flat_model.model
-    own = batch if group is None else group.own_share(batch, model.config.get_text_config())
-    own_draws = nullcontext() if group is None or not model.training else group.drawing_apart(model)
-    size = batch.schedule.head_chunk or own.shift_labels.size(1)
-    chunks: list[torch.Tensor] = []
-    outputs = []
-
-    def first_chunk(states: torch.Tensor) -> torch.Tensor:
-        scored = own.scored_of(states)
-        chunks.extend(scored.split(size, 1) if size < scored.size(1) else [scored])
-        return chunks[0]
-
-    head = partial(flat_model.forwards[-1], **flat_inputs(flat_model, own, other_arguments), fused_lm_head=True)
-    first, *others = own.shift_labels.split(size, 1)
-    with own_draws, flat_backbone(flat_model, own, first_chunk) as answers:
-        outputs.append(head(shift_labels=first))
-        for hidden, targets in zip(chunks[1:], others, strict=True):
-            answer = BaseModelOutput(last_hidden_state=hidden)
-            with attributes_set([(model.base_model, "forward", lambda answer=answer, **_: answer)]):
-                # The first chunk's call has returned the router loss of all tokens
-                outputs.append(head(shift_labels=targets, output_router_logits=False))
-    values = {name: torch.cat([x[name] for x in outputs], 1) for name in _PER_TOKEN if name in outputs[0]}
-    aux_loss = outputs[0].aux_loss
-    if group is not None:
-        values = group.gather_scored(values, batch)
-        if aux_loss is not None:  # the router loss is no sum over slices: it needs all tokens at once
-            routers = tuple(group.gather_tokens(x, batch) for x in answers[0]["router_logits"])
-            aux_loss = upstream.router_loss(model, routers, batch.token_rows)
+    compute: Compute = partial(_scored, flat_model, other_arguments)
+    for hook in flat_model.hooks:
+        compute = partial(hook.scored, flat_model, compute=compute)
+    output, _ = compute(batch)
+    values = {name: output[name] for name in PER_TOKEN if name in output}
     label_mask = (labels[:, 1:] != IGNORE_INDEX).to(values["log_probs"].device)
     in_rows = {name: torch.where(label_mask, batch.scored_to_rows(x), 0) for name, x in values.items()}
     num_items = other_arguments.get("num_items_in_batch")
     # For callers that want the model's own loss: most TRL trainers compute theirs from the values in rows
     loss = -in_rows["log_probs"].sum() / (label_mask.sum().clamp(min=1) if num_items is None else num_items)
-    if aux_loss is not None:
-        share = architecture.config_value(model.config.get_text_config(), "router_aux_loss_coef")
-        loss = loss + (share or 0.0) * aux_loss
-    return replace(outputs[0], **in_rows, label_mask=label_mask, loss=loss, aux_loss=aux_loss)
+    if output.aux_loss is not None:
+        share = architecture.config_value(flat_model.model.config.get_text_config(), "router_aux_loss_coef")
+        loss = loss + (share or 0.0) * output.aux_loss
+    return replace(output, **in_rows, label_mask=label_mask, loss=loss)
+
+
+def _scored(flat_model: "FlatModel", other_arguments: Inputs, batch: FlatBatch) -> Answered:
+    """What TRL's head answers for the scored tokens of a batch, in the chunks of its schedule: see [`Answered`]."""
+    size = batch.schedule.head_chunk or batch.shift_labels.size(1)
+    chunks: list[torch.Tensor] = []
+    outputs = []
+
+    def first_chunk(states: torch.Tensor) -> torch.Tensor:
+        scored = batch.scored_of(states)
+        chunks.extend(scored.split(size, 1) if size < scored.size(1) else [scored])
+        return chunks[0]
+
+    head = partial(flat_model.forwards[-1], **flat_inputs(flat_model, batch, other_arguments), fused_lm_head=True)
+    first, *others = batch.shift_labels.split(size, 1)
+    with flat_backbone(flat_model, batch, first_chunk) as answers:
+        outputs.append(head(shift_labels=first))
+        for hidden, targets in zip(chunks[1:], others, strict=True):
+            answer = BaseModelOutput(last_hidden_state=hidden)
+            with attributes_set([(flat_model.model.base_model, "forward", lambda answer=answer, **_: answer)]):
+                # The first chunk's call has returned the router loss of all tokens
+                outputs.append(head(shift_labels=targets, output_router_logits=False))
+    values = {name: torch.cat([x[name] for x in outputs], 1) for name in PER_TOKEN if name in outputs[0]}
+    return replace(outputs[0], **values), answers[0]
 
 
 def flat_inputs(flat_model: "FlatModel", batch: FlatBatch, others: Inputs) -> Inputs:
@@ -154,7 +151,7 @@ def flat_inputs(flat_model: "FlatModel", batch: FlatBatch, others: Inputs) -> In
     flat = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "attention_mask": batch.token_rows}
     inputs: Inputs = others | flat
     for hook in (*batch.hooks, *flat_model.hooks):
-        inputs = hook.inputs(flat_model.model, batch, inputs)
+        inputs = hook.inputs(flat_model, batch, inputs)
     return inputs
 
 
@@ -188,8 +185,6 @@ def layout_arguments(flat_model: "FlatModel", batch: FlatBatch) -> Iterator[Inpu
     """
     model, layout, backend = flat_model.model, batch.layout, flat_model.route.backend
     context, hooks = PassContext(layout), (*batch.hooks, *flat_model.hooks)
-    if (group := flat_model.group) is not None:
-        context = PassContext(layout, (group.attend,), group)
     for hook in hooks:
         context = hook.context(context)
     arguments: Inputs = {"use_cache": False, **flat_model.mixers.arguments(model, backend, context)}
@@ -198,14 +193,12 @@ def layout_arguments(flat_model: "FlatModel", batch: FlatBatch) -> Iterator[Inpu
         return args, {**kwargs, **boundaries(layout)}
 
     with ExitStack() as contexts:
-        changes: list[Change] = [change for hook in hooks for change in hook.changes(model, batch)]
+        changes: list[Change] = [change for hook in hooks for change in hook.changes(flat_model, batch)]
         embeddings = model.get_input_embeddings()
         # NEFTune divides its noise by the square root of the row length: use that of the padded rows, not the flat one
         if (alpha := vars(embeddings).get(NOISE)) is not None:
             row_alpha = alpha * math.sqrt(batch.input_ids.size(1) / (batch.packed or batch.row_index.size(1)))
             changes.append((embeddings, NOISE, row_alpha))
-        if batch.schedule.cuts:
-            changes.append(in_slices(model, batch, flat_model.group))
         if changes:
             contexts.enter_context(attributes_set(changes))
         if backend == "positions":  # by transformers' own arguments, in place of a mask

@@ -8,7 +8,6 @@ batch come first. This is the only place where a pass meets a capability.
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..flat.batch import FlatBatch, Inputs
@@ -43,7 +42,7 @@ class PassHook:
         """
         return compute(batch)
 
-    def inputs(self, model: PreTrainedModel, batch: FlatBatch, inputs: Inputs) -> Inputs:
+    def inputs(self, flat_model: "FlatModel", batch: FlatBatch, inputs: Inputs) -> Inputs:
         """The arguments of the model's call, the flat tensors of the `batch` among them. Images: pixels, positions."""
         return inputs
 
@@ -51,6 +50,6 @@ class PassHook:
         """What the mask carries to the layers. Groups: exchanges around attention. Budgets: a count of its keys."""
         return context
 
-    def changes(self, model: PreTrainedModel, batch: FlatBatch) -> Iterable[Change]:
+    def changes(self, flat_model: "FlatModel", batch: FlatBatch) -> Iterable[Change]:
         """What is set while the backbone computes the `batch`. Images: the order of features. Slices: the decoder."""
         return ()

@@ -130,26 +130,6 @@ def why_not_to_share(backend: BackendName, previous: str) -> str:
     return ""
 
 
-def refuse_unsliceable(model: PreTrainedModel, route: Route, size: int) -> None:
-    """Reject, before anything is exchanged, a model that `size` processes cannot compute in slices by a route."""
-    heads, reason = architecture.config_value(model.config.get_text_config(), "num_attention_heads"), ""
-    whole, states = mixers().heads(model)
-    if route.backend not in ATTENTION_BACKENDS:
-        reason = f"its attention is computed by {route}, which does not take some heads of all tokens"
-    elif whole:
-        reason = f"its layers of the class {' and '.join(whole)} hand a state on from token to token within whole rows"
-    elif states is not None and states < size:
-        reason = f"its layers that carry state have {states} heads, of which each process needs one"
-    elif isinstance(heads, int) and heads < size:
-        reason = f"it has {heads} attention heads, of which each process needs one"
-    elif any(vars(layer).get("attn_temperature_tuning") for layer in architecture.attention_layers(model)):
-        reason = "its layers scale queries by their place on the axis, which slices do not know"
-    if reason:
-        raise ValueError(
-            f"`sequence_parallel_size={size}` cannot serve {type(model).__name__}: {reason}. Set it to less, or to 1."
-        )
-
-
 def routes_to_try(model: PreTrainedModel, route: Route, *, fallback: bool = True) -> list[Route]:
     """`route` with and without sharing, then slower backends if `fallback`; states along the tree come first."""
     backends: list[BackendName] = [route.backend]

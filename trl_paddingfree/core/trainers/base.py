@@ -15,7 +15,6 @@ from ...budgets.needs import HeadBytes, fused_head
 from ...budgets.planner import MemoryPlanner
 from ...budgets.steps import Part, weigh_last_batch
 from ...data_checks.columns import refuse_wrong_values
-from ...groups.form import refuse_ungrouped
 from ...resuming.checkpoints import append_to_card, checkpoint_to_resume, invalidate, naming_weights
 from ..data.lengths import AnyDataset, has_images
 from ..data.task import Task
@@ -26,7 +25,7 @@ from ..versions import naming_versions, refuse_moved_names
 from . import refusals
 from .configs import Arguments, PaddingFreeOptions, config_of, given_datasets, silence
 from .engine import base_of
-from .proving import Proof
+from .proving import Proof, StartUpCheck
 from .runtime import Runtime, when_flat
 
 
@@ -81,7 +80,7 @@ class FlatTrainer(Trainer):
         is_ours = isinstance(config, PaddingFreeOptions)
         options: Any = config if is_ours else PaddingFreeOptions(prefix_sharing=self.config_class.prefix_sharing)
         self.flat = Runtime(options, pads=not vars(config).get("padding_free", True))  # not all of TRL's have the flag
-        refuse_ungrouped(type(self), options.sequence_parallel_size, self.flat.pads, arguments)
+        self.refuse_even_padded(arguments)
         if self.flat.pads:
             refusals.warn_of_padding(type(self), config)
             super().__init__(**arguments)
@@ -104,6 +103,9 @@ class FlatTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         self.flat.place(self.accelerator)
+
+    def refuse_even_padded(self, arguments: Arguments) -> None:
+        """Refuse arguments of the trainer whether it pads or not: here, none."""
 
     def refuse_arguments(self, arguments: Arguments) -> None:
         """Refuse arguments of the trainer that cannot be combined with flat batches, or with a budget."""
@@ -130,6 +132,15 @@ class FlatTrainer(Trainer):
     def proofs(self) -> Sequence[Proof]:
         """What the start-up check proves beside text."""
         return ()
+
+    def make_check(self) -> StartUpCheck:
+        """The start-up check of this trainer's models."""
+        return StartUpCheck(self.accelerator, self.flat.options, self.args, self.proofs())
+
+    @property
+    def num_streams(self) -> int:
+        """How many processes, or groups of processes, get batches of their own."""
+        return self.accelerator.num_processes
 
     def batches_beside_text(self) -> list[Inputs]:
         """Batches that keep more for the backward pass than text does: a budget counts what their passes keep."""
@@ -219,7 +230,7 @@ class FlatTrainer(Trainer):
         with self.flat.scheduling():  # it may be called outside of any step
             loss = super().compute_loss(model, inputs, *args, **kwargs)
         if steps.planner.current is not None:  # around its reference pass, TRL turned checkpointing off and on again
-            self.flat.trained.set_recompute(steps.planner.current.schedule)
+            steps.planner.set_recompute(steps.planner.current.schedule)
         return loss if steps.part is None else steps.weighted(loss)
 
     def padded_counts(self, inputs: Inputs) -> BatchCounts:
@@ -259,17 +270,6 @@ class FlatTrainer(Trainer):
         super().create_model_card(model_name, dataset_name, [*tags, "padding-free"])
         if self.is_world_process_zero():
             append_to_card(self.args.output_dir, self.method, self.flat.counts.total)
-
-    def get_tp_size(self) -> int:
-        return super().get_tp_size() * self.flat.options.sequence_parallel_size  # groups look like tensor parallelism
-
-    def _get_num_items_in_batch(self, *args, **kwargs):
-        with attributes_set([(self, "get_tp_size", super().get_tp_size)]):  # our `gather` counts each group once
-            return super()._get_num_items_in_batch(*args, **kwargs)
-
-    def floating_point_ops(self, inputs: Inputs) -> int:
-        is_counted = self.flat.group is None or self.flat.group.rank == 0  # transformers sums over all processes
-        return super().floating_point_ops(inputs) if is_counted else 0
 
     # --- checkpoints: training resumes only from complete ones, with padding too ------------------------------------
 

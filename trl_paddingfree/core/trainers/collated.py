@@ -127,11 +127,9 @@ class Collated(FlatTrainer):
             refusals.refuse_to_look_ahead(options, dataset, arguments["args"], ())
 
     def refuse_options(self) -> None:
-        options, group, arranges = self.flat.options, self.flat.group, self.flat.options.arrange_micro_batches != "none"
+        options, arranges = self.flat.options, self.flat.options.arrange_micro_batches != "none"
         coupling = self._may_couple(moves=True) if arranges else []
         for kind, length in self.flat.rotary_limits().items():
-            if group is not None and self.exceeds(length):
-                raise ValueError(group.too_long(kind, length))
             if arranges and self.exceeds(length):
                 coupling.append(f"`rope_type={kind!r}` and rows of more than {length} tokens")
         if arranges:
@@ -153,7 +151,7 @@ class Collated(FlatTrainer):
             # accelerate replaces it with this one, but would not find it inside ours
             sampler = SeedableRandomSampler(sampler.data_source, data_seed=self.args.data_seed)
         batch_size = self._train_batch_size  # not that of `args`, which `auto_find_batch_size` does not lower
-        processes = self.accelerator.num_processes // flat.options.sequence_parallel_size
+        processes = self.num_streams
         if flat.options.arrange_micro_batches == "prefix":
             arrange = by_prefix(self.train_dataset, self.task.token_columns[0])
         else:

@@ -6,9 +6,10 @@ from ...capabilities import classes_of
 from .collated import Collated
 
 if TYPE_CHECKING:  # the same bases, for editors and type checkers
+    from ...groups.trainers import Collated as GroupsCollated
     from ...images.trainers import Collated as ImagesCollated
 
-    class CollatedTrainer(ImagesCollated, Collated):
+    class CollatedTrainer(ImagesCollated, GroupsCollated, Collated):
         pass
 else:
 

@@ -12,7 +12,6 @@ from accelerate.utils import gather
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.utils import logging
 
-from ...groups.sequence import SequenceGroup
 from .. import upstream
 from ..check.again import Variation, prove_again
 from ..check.progress import announced_after
@@ -21,7 +20,8 @@ from ..check.training import OthersWaitError, raise_if_weights_are_awaited
 from ..model.flat_model import ATTRIBUTE, FlatModel
 from ..model.forward import is_pooled
 from ..model.mixers import mixers
-from ..model.routes import Route, choose_route, refuse_unsliceable, why_not_to_share
+from ..model.peers import Alone
+from ..model.routes import Route, choose_route, routes_to_try, why_not_to_share
 from .configs import PaddingFreeOptions
 from .engine import base_of, zero_stage
 
@@ -69,7 +69,6 @@ class StartUpCheck:
     options: PaddingFreeOptions
     args: TrainingArguments
     proofs: Sequence["Proof"] = ()
-    group: SequenceGroup | None = None  # the processes that compute slices of a batch with this one
     trained: PreTrainedModel | None = None  # the only model that needs gradients
     # Models whose weights an engine has yet to place, including the trained one: each is proven when first called
     unproven: list[PreTrainedModel] = field(default_factory=list)
@@ -98,12 +97,18 @@ class StartUpCheck:
             self.prove_all(models)
             return [flat_model for base in bases if (flat_model := FlatModel.of(base))]
         self.unproven = bases  # the engine shards and places them when training starts
-        return [self._installed(base, self.first_route(base)) for base in bases]
+        return [self.installed(base, self.first_route(base)) for base in bases]
 
-    def _installed(self, base: PreTrainedModel, route: Route) -> FlatModel:
-        flat_model = FlatModel.install(base, route)
-        flat_model.group = self.group
-        return flat_model
+    def installed(self, base: PreTrainedModel, route: Route) -> FlatModel:
+        """A model that computes flat batches by a route, unproven yet."""
+        self.begin(base, route)
+        return FlatModel.install(base, route)
+
+    def begin(self, base: PreTrainedModel, route: Route) -> None:
+        """Begin to prove a model on a route: without what an earlier trainer may have added to its passes."""
+        # Not by `FlatModel.of`: TRL may have added another head
+        if (flat_model := vars(base).get(ATTRIBUTE)) is not None:
+            flat_model.hooks, flat_model.peers = (), Alone()
 
     def can_call(self, model: torch.nn.Module) -> bool:
         """Whether `model` has its weights. ZeRO-3 has prepared all models but the trained one by now."""
@@ -117,10 +122,11 @@ class StartUpCheck:
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision)
         device = self.accelerator.device if base.device.type == "cpu" else base.device
         sharing = self.options.prefix_sharing
-        route = choose_route(base, self.options.flat_attention, prefix_sharing=sharing, dtype=dtype, device=device)
-        if self.group is not None:
-            refuse_unsliceable(base, route, self.group.size)
-        return route
+        return choose_route(base, self.options.flat_attention, prefix_sharing=sharing, dtype=dtype, device=device)
+
+    def routes(self, base: PreTrainedModel, route: Route, fallback: bool) -> Sequence[Route]:
+        """The routes to try, the given one first; with `fallback`, others that ask less of the model."""
+        return routes_to_try(base, route, fallback=fallback)
 
     def prove_all(self, models: Models) -> Route:
         """Prove all models, and return the route of the first. If one cannot share prefixes, none does."""
@@ -173,11 +179,7 @@ class StartUpCheck:
     def prove_one(self, model: torch.nn.Module, route: Route) -> CheckResult:
         base = self.base_of(model)
         trains = base is self.trained
-        # Not by `FlatModel.of`: TRL may have added another head
-        if (flat_model := vars(base).get(ATTRIBUTE)) is not None:
-            flat_model.group = None  # an earlier trainer may have left its group
-        if self.group is not None:
-            self._installed(base, route)
+        self.begin(base, route)
         # As training will recompute activations, which it turns on only when it starts
         learns = any(parameter.requires_grad for parameter in base.parameters())
         wanted = self.args.gradient_checkpointing or self.options.memory_budget is not None
@@ -187,7 +189,7 @@ class StartUpCheck:
             result, failed = prove(
                 base,
                 route,
-                fallback=self.options.flat_attention == "auto" and self.group is None,
+                routes=self.routes(base, route, fallback=self.options.flat_attention == "auto"),
                 call=model,
                 agree=self.all_agree,
                 trains=trains,

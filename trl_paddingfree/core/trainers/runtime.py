@@ -15,8 +15,6 @@ from ...budgets.planner import MemoryPlanner
 from ...budgets.planning import make_planner
 from ...budgets.steps import TrainingSteps
 from ...capabilities import module_of, needed
-from ...groups.form import form_group
-from ...groups.sequence import SequenceGroup
 from .. import upstream
 from ..check.prove import UnprovenModelError
 from ..device import PeakMemory
@@ -24,6 +22,7 @@ from ..flat.counts import TokenCounts
 from ..model import architecture
 from ..model.casts import cast_inputs_once
 from ..model.flat_model import FlatModel
+from ..model.peers import Alone, Peers
 from ..model.restored import attributes_set, random_state_restored
 from ..model.routes import Route
 from .configs import PaddingFreeOptions
@@ -48,7 +47,7 @@ class Runtime:
     pads: bool = False  # whether the trainer pads as TRL's does: then no model is flat
     counts: TokenCounts = field(default_factory=TokenCounts)
     compiler: dict[str, Any] | None = None  # how layers are compiled; `None`: they are not
-    group: SequenceGroup | None = None  # the processes that compute slices of a batch with this one
+    peers: Peers = field(default_factory=Alone)  # the processes that compute batches together with this one
     check: StartUpCheck = field(init=False)
     models: list[FlatModel] = field(default_factory=list)  # the trained one first
     trained: FlatModel = field(init=False)  # the first of `models`
@@ -74,13 +73,11 @@ class Runtime:
                 self.compiler = needed("compiled", "layers", "`torch_compile=True`").taken_from(accelerator)
             loaders = accelerator.dataloader_config
             loaders.dispatch_batches = bool(loaders.dispatch_batches)  # `None` would dispatch batches of streams
-        if self.options.sequence_parallel_size > 1:
-            self.group = form_group(accelerator, self.options.sequence_parallel_size)
 
     def start(self, trainer: "FlatTrainer") -> None:
         """Prove the models of a `trainer`, and have them compute flat batches."""
         refuse_adapters(trainer.flat_models())
-        self.check = StartUpCheck(trainer.accelerator, self.options, trainer.args, trainer.proofs(), self.group)
+        self.check = trainer.make_check()
         upstream.apply_liger(trainer.model, trainer.args)
         cast_inputs_once(trainer.model, trainer.accelerator.device.type)
         self.models = self.check.install(trainer.flat_models())
@@ -142,9 +139,8 @@ class Runtime:
 
     @property
     def highest_peak(self) -> int:
-        """Peak bytes in use so far, the highest of any process of the group."""
-        highest = self.peak_memory.highest
-        return highest if self.group is None else int(self.group.largest([highest])[0])
+        """Peak bytes in use so far, the highest of any process that computes the same batches."""
+        return int(self.peers.largest([self.peak_memory.highest])[0])
 
     def plan_if_placed(self, trainer: "FlatTrainer") -> None:
         """Plan for the budgets before training, if the models already have all of their weights."""
