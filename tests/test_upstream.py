@@ -102,6 +102,7 @@ SET_ELSEWHERE = {
     "_is_sac_wrapped": "trl.models.selective_activation_checkpointing",
     "_gradient_checkpointing_func": "transformers.modeling_utils",
     "_modules": "torch.nn.modules.module",
+    "_orig_mod": "torch._dynamo.eval_frame",
     "_backward_pre_hooks": "torch.nn.modules.module",
     "_actions": "argparse",
     "_check_value": "argparse",

@@ -1,6 +1,7 @@
 """With `torch_compile=True`, layers are compiled one by one, and train as padded TRL does."""
 
 import copy
+import functools
 import math
 import pickle
 import random
@@ -8,14 +9,14 @@ import random
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.flat_and_padded import flat_model
 from tests.helpers.tiny import ADAPTERS, DATA, SEED, arguments, lora, make_model
 from tests.runs import ROUNDED, TOLERANCE, assert_same, make_trainer, run
 from trl_paddingfree import UnprovenModelError, padding_free
-from trl_paddingfree.compiled import layers as compiled_layers
-from trl_paddingfree.compiled.layers import compile_layers
+from trl_paddingfree.compiled.layers import compile_layers, compiled, make_eager
 from trl_paddingfree.core.check.again import prove_again
 from trl_paddingfree.core.model.architecture import recomputable_layers
 from trl_paddingfree.core.model.flat_model import FlatModel
@@ -103,8 +104,9 @@ def test_hooks_that_come_and_go_run():
     trainer = sft_trainer(make_model())
     (inputs,) = batches(trainer, 1)
     mlp, losses = recomputable_layers(trainer.model)[0].mlp, []
-    for compiled in ({"backend": "aot_eager"}, None):
-        compile_layers(FlatModel.of(trainer.model), compiled)
+    compile_them = functools.partial(compile_layers, FlatModel.of(trainer.model), {"backend": "aot_eager"})
+    for make in (compile_them, functools.partial(make_eager, trainer.model)):
+        make()
         for _ in range(2):
             losses.append(trainer.compute_loss(trainer.model, inputs).item())
             with mlp.register_forward_hook(lambda module, args, output: torch.nan * output):
@@ -146,9 +148,9 @@ def test_compiled_code_that_computes_something_else_is_refused(skipped):
         )
 
     model = make_model()
-    compile_layers(flat_model(model), {"backend": wrong})
+    flat = flat_model(model)
     with pytest.raises(UnprovenModelError, match="flat batches by compiled code differently from eager ones"):
-        prove_again(model, vary=compiled_layers.COMPILED, skipped=skipped)
+        prove_again(model, vary=compiled(flat, {"backend": wrong}), skipped=skipped)
 
 
 def test_padding_free_compiles_flat_calls(monkeypatch):
@@ -162,3 +164,54 @@ def test_padding_free_compiles_flat_calls(monkeypatch):
     assert graphs()
     torch.testing.assert_close(model(**inputs).loss, expected)
     assert FlatModel.of(model).counts.computed
+
+
+def louder(forward):
+    """A wrapper of a layer's forward, as libraries put them on classes."""
+
+    @functools.wraps(forward)
+    def wrapped(self, hidden, *args, **kwargs):
+        return forward(self, hidden, *args, **kwargs) * 1.5
+
+    return wrapped
+
+
+def plain(forward):
+    """The same, as a function that says nothing of what it wraps."""
+    return lambda self, hidden, *args, **kwargs: forward(self, hidden, *args, **kwargs) * 1.5
+
+
+@pytest.mark.parametrize("wrap", [louder, plain])
+def test_a_wrapper_on_the_class_of_layers_counts(wrap, monkeypatch, caplog):
+    sft_trainer(make_model())  # a class is compiled once, by the forward that it had
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", wrap(LlamaDecoderLayer.forward))
+    padded = run("sft", "padded", **arguments("sft", False), steps=2)
+    assert_same(padded, run("sft", "shared", **arguments("sft", False), steps=2, **COMPILED))
+    assert "2 of 2 layers of LlamaForCausalLM stay eager, because something has replaced or wrapped the" in caplog.text
+
+
+@pytest.mark.parametrize("replaced", [LlamaDecoderLayer, LlamaAttention, LlamaMLP, LlamaRMSNorm, torch.nn.Linear])
+def test_functions_that_are_replaced_on_classes_count(replaced, monkeypatch, caplog):
+    trainer = sft_trainer(make_model())
+    (inputs,) = batches(trainer, 1)
+    model = trainer.model.train()
+    rows = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+
+    def losses():
+        return [trainer.compute_loss(model, inputs), model(**rows, labels=inputs["labels"]).loss]
+
+    def other(self, *args, before=replaced.forward, **kwargs):
+        answer = before(self, *args, **kwargs)
+        if self is model.get_output_embeddings():  # TRL's head does not call it
+            return answer
+        return (answer[0] * 1.5, *answer[1:]) if isinstance(answer, tuple) else answer * 1.5
+
+    first = losses()
+    torch.testing.assert_close(*first)
+    with monkeypatch.context() as patched:
+        patched.setattr(replaced, "forward", other)
+        changed = losses()
+        torch.testing.assert_close(*changed)
+        assert abs(changed[0] - first[0]) > 1e-3
+    assert f"functions of {replaced.__name__} were replaced since layers were compiled" in caplog.text
+    torch.testing.assert_close(losses(), first)

@@ -5,7 +5,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from ..core.check.prove import UnprovenModelError, prove
 from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..core.model import architecture
 from ..core.model.adapters import why_padded
-from ..core.model.flat_model import FlatModel
+from ..core.model.flat_model import UNCOMPILED, FlatModel
 from ..core.model.forward import is_pooled
 from ..core.model.restored import attributes_set
 from ..core.model.routes import choose_route
@@ -72,7 +72,7 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True, 
             trainer, which would compile the whole model in pieces.
 
     Returns:
-        `model` itself.
+        `model` itself; what is within it if it came from `torch.compile`.
 
     Raises:
         [`UnprovenModelError`]: The model computes a flat batch differently from its rows one by one.
@@ -87,21 +87,28 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True, 
     >>> FlatModel.of(model).counts
     BatchCounts(computed=6, real=7, padded=8, distinct=5, repeated=1)
     """
+    if isinstance(model, torch.nn.Module):
+        found, was_compiled = upstream.uncompiled(model)
+        if was_compiled:
+            logger.warning(f"`padding_free`: the model is {UNCOMPILED}")
+        model = cast(Model, found)
     base = architecture.transformers_model(model, "padding_free")
     if reason := why_padded(model.modules()):
         raise ValueError(f"{reason}, or leave the call of `padding_free` out.")
     if base.base_model is base and base.get_output_embeddings() is None:
         raise ValueError(f"{type(base).__name__} is a backbone: call `padding_free` with the model that has a head.")
     folder = "compiled", "layers"
-    compiled = needed(*folder, "`torch_compile=True`") if torch_compile else module_of(*folder)
-    compile_layers = (lambda *_: None) if compiled is None else compiled.compile_layers
+    layers = needed(*folder, "`torch_compile=True`") if torch_compile else module_of(*folder)
+    if layers is not None:
+        layers.make_eager(base)  # an earlier call may have compiled them
     start = time.perf_counter()
     route = choose_route(base, prefix_sharing=prefix_sharing, dtype=compute_dtype(base))
     before = upstream.attn_implementation(base)
     flat = FlatModel.install(base, route)
     calls = PaddedCalls.install(flat)
     if not check:
-        compile_layers(flat, {} if torch_compile else None)
+        if torch_compile:
+            layers.compile_layers(flat, {})
         return model
     call = _CallWithRows(model, calls)
     try:
@@ -111,12 +118,13 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True, 
             result, _ = prove(base, route, call=call)
             with as_tried(base):
                 unknown = call.try_calls(result.tolerance)
-            compile_layers(flat, {} if torch_compile else None)
             if torch_compile:
-                prove_again(base, call, vary=compiled.COMPILED)
+                prove_again(base, call, vary=layers.compiled(flat, {}))
+                layers.compile_layers(flat, {})
     except BaseException as error:
         calls.remove()
-        compile_layers(flat, None)
+        if layers is not None:
+            layers.make_eager(base)
         upstream.set_attn_implementation(base, before)
         if isinstance(error, UnprovenModelError):  # its message names the option of the trainers
             raise UnprovenModelError(str(error).replace("Set `padding_free=False`", "Leave the call out")) from None

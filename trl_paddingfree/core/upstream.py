@@ -10,12 +10,14 @@ from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any, cast
 
 import torch
+from accelerate.utils import is_compiled_module
 from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, TrainingArguments
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .versions import MovedNameError, with_head
 
@@ -201,6 +203,40 @@ def apply_liger(model: torch.nn.Module, args: TrainingArguments) -> None:
 
         args.liger_kernel_config = {**(args.liger_kernel_config or {}), "fused_linear_cross_entropy": False}
         liger.apply_liger_kernel(model, args.liger_kernel_config)
+
+
+def layer_forward(layer_class: type[GradientCheckpointingLayer]) -> Callable | None:
+    """
+    The forward of a class of layers, without the checkpoint that transformers puts around it; `None` if something of
+    others is around that, or in its place.
+    """
+    # transformers 5.24 puts the checkpoint around `forward`, 5.20 around `__call__`
+    if "__init_subclass__" not in vars(GradientCheckpointingLayer):
+        return layer_class.forward
+    outermost: Any = layer_class.forward
+    module = outermost.__globals__["__name__"] if isinstance(outermost, FunctionType) else ""
+    return vars(outermost).get("__wrapped__") if module == GradientCheckpointingLayer.__module__ else None
+
+
+def uncompiled(model: torch.nn.Module) -> tuple[torch.nn.Module, bool]:
+    """
+    A model without the wrapper that `torch.compile` returns; those of models within it are taken out of it, in place.
+    Layers that were compiled one by one stay so. Also whether there was a wrapper.
+    """
+
+    def within(module: torch.nn.Module) -> torch.nn.Module:
+        while is_compiled_module(module) and any(isinstance(each, PreTrainedModel) for each in module.modules()):
+            module = cast(torch.nn.Module, module._orig_mod)
+        return module
+
+    found = within(model)
+    was_compiled = found is not model
+    for module in [*found.modules()]:
+        for name, child in [*module.named_children()]:
+            if (inner := within(child)) is not child:
+                setattr(module, name, inner)
+                was_compiled = True
+    return found, was_compiled
 
 
 def configure_compiler(recompilations: int) -> None:

@@ -32,6 +32,11 @@ NOT_TRACED = (
     "flat batches have another layout in each call, so that only decoder layers can be compiled: set "
     "`torch_compile=True` in the trainer or in `padding_free`"
 )
+# Said of a model that comes from `torch.compile`, after its name
+UNCOMPILED = (
+    "taken out of the wrapper of `torch.compile`, because flat batches have another layout in each step. Set "
+    "`torch_compile=True` to compile decoder layers, each kind once, for all lengths."
+)
 # Makes a flat batch from the `input_ids`, `attention_mask` and `labels` of a call
 Flattener = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], FlatBatch]
 

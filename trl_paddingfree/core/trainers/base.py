@@ -85,6 +85,7 @@ class FlatTrainer(Trainer):
             refusals.warn_of_padding(type(self), config)
             super().__init__(**arguments)
             return
+        refusals.take_out_of_compilers(arguments)
         self.refuse_arguments(arguments)
         # It would pad (DPO), or refuse `max_length` (SFT)
         with attributes_set([(config, "padding_free", False)]), self.flat.checkpointing(config):

@@ -23,16 +23,18 @@ from ..data.collate import FlatCollator
 from ..data.lengths import AnyDataset, column_names, has_images, has_known_lengths
 from ..data.task import Task
 from ..model.adapters import why_padded, why_padded_by
+from ..model.flat_model import UNCOMPILED
 from .configs import Arguments, PaddingFreeOptions, given_datasets
 from .engine import zero_stage
 
 logger = logging.get_logger(__name__)
 
 
+_MODELS = ("model", "ref_model", "teacher_model")
 # Arguments of trainers that take an object, and how one is made. Python reports a class in its place as a missing
 # attribute
 _INSTANCES = {
-    **dict.fromkeys(("model", "ref_model", "teacher_model", "processing_class"), ".from_pretrained(...)"),
+    **dict.fromkeys((*_MODELS, "processing_class"), ".from_pretrained(...)"),
     **dict.fromkeys(("args", "peft_config", "quantization_config"), "(...)"),
     **dict.fromkeys(("train_dataset", "eval_dataset"), ".from_list(...)"),
 }
@@ -45,7 +47,7 @@ def refuse_classes(arguments: Arguments) -> None:
             raise ValueError(
                 f"`{name}` is the class {value.__name__}, and not an object of it: pass `{value.__name__}{how}`."
             )
-    for name in ("model", "ref_model", "teacher_model"):
+    for name in _MODELS:
         value = arguments.get(name)
         if not isinstance(value, str | torch.nn.Module) and (value is not None or name == "model"):
             wrong = f"is a {type(value).__name__}" if value is not None else "is `None`"
@@ -183,6 +185,17 @@ def refuse_adapters(models: Iterable[torch.nn.Module]) -> None:
     """Refuse models with adapters whose output for a token depends on other tokens."""
     if reason := why_padded(models):
         raise ValueError(f"{reason}, delete the adapter if nothing uses it, or set `padding_free=False`.")
+
+
+def take_out_of_compilers(arguments: Arguments) -> None:
+    """Replace models that `torch.compile` has wrapped by what is within, and warn that they train uncompiled."""
+    names = []
+    for name in _MODELS:
+        if isinstance(model := arguments.get(name), torch.nn.Module):
+            arguments[name], was_compiled = upstream.uncompiled(model)
+            names += [f"`{name}`"] * was_compiled
+    if names:
+        logger.warning(f"{' and '.join(names)}: {UNCOMPILED}")
 
 
 def warn_of_dropout(model: PreTrainedModel, config: TrainingArguments) -> None:

@@ -27,7 +27,7 @@ from ..model.restored import attributes_set, random_state_restored
 from ..model.routes import Route
 from .configs import PaddingFreeOptions
 from .engine import is_sharded, wants_compiled
-from .proving import StartUpCheck
+from .proving import Models, StartUpCheck
 from .refusals import refuse_adapters, warn_of_dropout
 
 if TYPE_CHECKING:
@@ -80,13 +80,12 @@ class Runtime:
         self.check = trainer.make_check()
         upstream.apply_liger(trainer.model, trainer.args)
         cast_inputs_once(trainer.model, trainer.accelerator.device.type)
+        if (layers := module_of("compiled", "layers")) is not None:
+            for model in trainer.flat_models():  # those that an earlier trainer has compiled are eager again
+                layers.make_eager(trainer.flat_base(model))
         self.models = self.check.install(trainer.flat_models())
         self.trained = self.models[0]
-        if (compiled := module_of("compiled", "layers")) is not None:
-            for flat_model in self.models:  # those that an earlier trainer has compiled are eager again
-                compiled.compile_layers(flat_model, self.compiler)
-        if not self.check.unproven:
-            self._prove_compiled(trainer.flat_models())
+        self._compile(trainer.flat_models(), proves=not self.check.unproven)
         warn_of_dropout(self.trained.model, trainer.args)
 
     def checkpointing(self, config: TrainingArguments) -> AbstractContextManager[None]:
@@ -108,16 +107,23 @@ class Runtime:
             models += trainer.flat_models()[1:]
         chosen = self.trained.route
         proven = self.check.prove_all(models)
-        self._prove_compiled(models)
+        self._compile(models)
         if chosen.prefix_sharing and not proven.prefix_sharing:
             raise UnprovenModelError(
                 f"{type(self.trained.model).__name__} cannot share prefixes, which was found out after the first "
                 "batches had been laid out: set `prefix_sharing=False`."
             )
 
-    def _prove_compiled(self, models: list[torch.nn.Module]) -> None:
-        if self.compiler is not None:
-            self.check.prove_again(models, module_of("compiled", "layers").COMPILED)
+    def _compile(self, models: Models, proves: bool = True) -> None:
+        """Compile the decoder layers of `models` if the accelerator has a compiler, and prove that they are exact."""
+        if self.compiler is None:
+            return
+        layers = module_of("compiled", "layers")
+        for model in models:
+            if (flat_model := FlatModel.of(self.check.base_of(model))) is not None:
+                if proves:
+                    self.check.prove_again([model], layers.compiled(flat_model, self.compiler))
+                layers.compile_layers(flat_model, self.compiler)
 
     def scheduling(self) -> AbstractContextManager[None]:
         """Within this context, models schedule each pass within the budgets, whatever calls them."""
