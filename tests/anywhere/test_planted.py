@@ -216,6 +216,7 @@ PLANTED = {
     "exact": {
         "one by one": (tiny, alone),
         "padded": (tiny, padded),
+        "padded in bfloat16": (low, padded),
         "by length": (tiny, by_length),
         "in bins": (tiny, in_bins),
         "others between": (tiny, after_others),
@@ -244,6 +245,9 @@ PLANTED = {
         "with an odd number of documents": (tiny, when(lambda model, rows: len(rows) % 2, leaky)),
         "of one token": (tiny, when(lambda model, rows: 1 in lengths(rows), leaky)),
         "above 1,024 tokens": (tiny, when(longer, leaky)),
+        "above 1,024 tokens in training": (tiny, when(in_training, when(longer, leaky))),
+        "in bfloat16": (low, leaky),
+        "in bfloat16 with many": (low, when(many, leaky)),
         "from position 1,000 on": (tiny, masked(lambda mask, rows: mask | (places(rows) >= 1000)[:, None])),
         "across the last boundary": (tiny, masked(last_two)),
         "boundaries off by one": (tiny, masked(lambda mask, rows: mask.roll((1, 1), (0, 1)))),
@@ -256,6 +260,7 @@ PLANTED = {
         **{f"in layer {i}": (deep, mixes_in(f"layers.{i}")) for i in (0, 3)},
         **{f"in layer {i} in training": (deep, when(in_training, mixes_in(f"layers.{i}"))) for i in (1, 2, 4, 5)},
         "a small one": (tiny, mixes_in("layers.0", 1e-4)),
+        "a small one in layer 3 with many": (deep, when(many, mixes_in("layers.3", 1e-4))),
         **{f"in the {part} of {name}": (partial(tiny_model, name), mixes_in(f"layers.0.{part}", 1e-3))
            for name, part in (("llama", "self_attn"), ("lfm2", "conv"), ("mamba2", "mixer"),
                               ("gpt_oss", "self_attn.o_proj"), ("mixtral", "mlp.gate"))},
@@ -263,6 +268,7 @@ PLANTED = {
     },
     "INEXACT": {
         "positions doubled": (tiny, placed(lambda p: 2 * p)),
+        "positions doubled with many": (tiny, when(many, placed(lambda p: 2 * p))),
         "positions doubled in training": (tiny, when(in_training, placed(lambda p: 2 * p))),
         "positions that end at 1,023": (tiny, placed(lambda p: p.clamp(max=1023))),
         "positions of GPT-2 that go on": (gpt2, placed(lambda p: torch.arange(len(p)) % 500)),
@@ -275,6 +281,8 @@ PLANTED = {
         "half a gradient": (tiny, answered(half)),
         "no gradient of some rows": (tiny, lost_rows),
         "no gradient": (tiny, answered(torch.Tensor.detach)),
+        "no gradient of a norm": (tiny, with_weight("model.norm.weight", torch.Tensor.detach)),
+        "logits scaled": (tiny, answered(lambda x: 1.01 * x)),
         "half a gradient of the head": (wide, head_in_parts(half)),
         "no gradient of a part of the head": (wide, head_in_parts(part_of)),
         "half a gradient of a small weight": (tiny, with_weight("model.layers.1.self_attn.k_proj.weight", half)),
