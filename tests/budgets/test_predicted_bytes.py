@@ -29,8 +29,9 @@ from tests.helpers.tiny import (
 from tests.helpers.vision import vision_messages, vision_pairs
 from tests.runs import run
 from trl_paddingfree import FlatBatch
+from trl_paddingfree.budgets.features import FEATURES, TOKENS
 from trl_paddingfree.budgets.kept_bytes import count_kept_bytes
-from trl_paddingfree.budgets.needs import fixed_bytes, optimizer_bytes, tensor_bytes
+from trl_paddingfree.budgets.needs import HeadBytes, fixed_bytes, optimizer_bytes, tensor_bytes
 from trl_paddingfree.budgets.planner import CORRECTED, MemoryPlanner
 from trl_paddingfree.budgets.saved_bytes import SavedBytes
 from trl_paddingfree.core.device import GIB
@@ -207,6 +208,19 @@ def test_what_comes_to_hold_memory_in_training_corrects_no_prediction_and_is_sav
     resumed = made(held=0)
     resumed.restore(tmp_path)
     assert (resumed.needs.fixed, resumed.needs.correction) == (1500, 1)
+
+
+def test_padding_of_short_segments_raises_what_layers_need_and_not_the_head():
+    """The head pads nothing: it once made the least budget of short jobs twice what they take."""
+    needs = replace(byte_per_token(2, recomputed=1), head=HeadBytes(constant=1000))
+    features = np.eye(len(FEATURES), dtype=np.int64)[TOKENS] * 10
+    whole = features[None], (np.zeros(1, np.int64), np.zeros(1, np.int64)), features
+    padded = replace(needs, correction=2.0, padding=2.0)
+    assert (padded.saved(features) == 2 * needs.saved(features)).all()
+    assert (needs.peaks(features)[0], padded.peaks(features)[0]) == (1020, 1040)
+    assert (needs.peaks_of_slices(*whole)[0], padded.peaks_of_slices(*whole)[0]) == (1020, 1040)
+    more, less = (replace(padded, correction=x) for x in (4.0, 0.5))  # as measured
+    assert (more.peaks(features)[0], less.peaks(features)[0]) == (2 * 1040, 1010)
 
 
 def test_counting_leaves_the_model_as_it_was(folder):

@@ -127,7 +127,9 @@ def test_a_memory_budget_that_splits(task, slices_made):
     # Of tiny models, what is not counted is a larger share: rows, and results that kernels write beside their inputs;
     # and of slices of a model without the LM head, what works at a time is less than that of the largest tensor
     assert result.trainer.flat.planner.observed == CORRECTED
-    assert (0.4 if task == "reward" else 0.9) < result.trainer.flat.planner.needs.correction < 1.5
+    needs = result.trainer.flat.planner.needs
+    padding = 1 if task == "reward" else needs.padding  # heads of these small models outweigh what layers pad
+    assert (0.4 if task == "reward" else 0.9) < needs.correction / padding < 1.5
 
 
 @pytest.mark.parametrize("task", ["kto", "grpo", "rloo", "distillation"])

@@ -74,11 +74,16 @@ class MemoryNeeds:
     per_feature: KeptBytes  # per unit of each feature
     head: HeadBytes = HeadBytes()
     correction: float = 1.0  # a factor for all but `fixed`: the ratio of measured to predicted bytes
+    padding: float = 1.0  # what part of it short segments make up, which layers pad, and the head does not
 
     def _working(self, features: np.ndarray) -> Any:
         """Working bytes of a layer in the backward pass, or of copied keys and their gradients if those are more."""
         of_keys = COPIES_OF_KEYS * self.per_feature.copied * features[..., KEYS]
         return np.maximum(WORKING_TENSORS * (features @ self.per_feature.largest), of_keys)
+
+    def _head(self, scored: int, at_once: int | None = None) -> float:
+        """Working bytes of the head, like others before the correction, which must not make them fewer."""
+        return self.head.working(scored, at_once) / min(self.padding, self.correction)
 
     def _of_batch(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray, float, float]:
         """Bytes kept by each layer, without and with recomputation; bytes kept outside; working bytes of a layer."""
@@ -95,7 +100,7 @@ class MemoryNeeds:
     def peaks(self, features: np.ndarray) -> np.ndarray:
         """`(layers + 1,)` int64: bytes at the peak of a micro-batch, if the first `n` layers recompute."""
         kept, recomputed, outside, working = self._of_batch(features)
-        begin = self.saved(features) + self.correction * max(self.head.working(features[SCORED]), working)
+        begin = self.saved(features) + self.correction * max(self._head(features[SCORED]), working)
         redone = self.correction * (np.cumsum(recomputed) + np.maximum.accumulate(kept) + working + outside)
         return self.fixed + np.rint(np.maximum(begin, [0, *redone])).astype(np.int64)
 
@@ -116,7 +121,7 @@ class MemoryNeeds:
         """
         layers, working = self.per_feature.kept.sum(0), self._working(slices)
         # The last slice is still there when the backward pass of the head begins
-        working[-1] = max(working[-1], self.head.working(whole[SCORED], scored))
+        working[-1] = max(working[-1], self._head(whole[SCORED], scored))
         _, _, outside, _ = self._of_batch(whole)
         tower = layers[PIXELS] * whole[PIXELS]  # it runs before all slices
         of_keys, (num_kept, before) = self.per_feature.of_keys.sum(0), kept_keys
@@ -130,7 +135,7 @@ class MemoryNeeds:
     def offloaded(self, features: np.ndarray) -> tuple[int, int]:
         """Bytes at the peak, and bytes on the host, if every layer recomputes and its input is offloaded."""
         kept, recomputed, outside, working = self._of_batch(features)
-        working = max(self.head.working(features[SCORED]), kept.max() + working)
+        working = max(self._head(features[SCORED]), kept.max() + working)
         on_device = outside + STASHED * recomputed.max() + working
         host = recomputed.sum() + outside  # offloaded, too, but used right after the last layer
         return self.fixed + round(self.correction * on_device), round(self.correction * host)

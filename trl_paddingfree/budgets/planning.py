@@ -79,7 +79,8 @@ def make_planner(trainer: Any) -> MemoryPlanner:
     fixed, budget = (abs(x) for x in largest([fixed, -budget]).tolist())
     planner.layers = layers
     head = type(trainer).head_bytes(*(each.model for each in flat.models))
-    planner.budget, planner.needs = budget, MemoryNeeds(fixed, kept, head, float(kept.factor))
+    padding = float(kept.factor)
+    planner.budget, planner.needs = budget, MemoryNeeds(fixed, kept, head, correction=padding, padding=padding)
     return planner
 
 
