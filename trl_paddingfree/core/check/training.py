@@ -1,11 +1,10 @@
 """Contexts in which a model is tried, in training or evaluation mode. They leave it bit for bit as it was."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate, count
-from types import FunctionType, MethodType, ModuleType
 from typing import TypeAlias
 
 import torch
@@ -19,6 +18,7 @@ from .. import upstream
 from ..model.architecture import decoder_of
 from ..model.flat_model import FlatModel
 from ..model.restored import attributes_set, buffers_restored, local_part, random_state_restored
+from .kinds import kind_of
 from .probe import Call, set_where, undisturbed
 
 Modules: TypeAlias = Sequence[torch.nn.Module]
@@ -32,10 +32,6 @@ _ENTRIES = 2**30
 _MOST = 2**25, 2**30
 # Counter of passes that failed here, and how long to wait for other processes to fail, too
 _FAILURES, _SECONDS = count(), 20.0
-# Attributes that do not tell kinds of layers apart: place in the stack, mode, and containers of modules and tensors
-_PASSING = {"layer_idx", *(name for name in vars(torch.nn.Module()) if "hooks" not in name)}
-# How deep other attributes are inspected, and how many objects per layer
-_DEPTH, _OBJECTS = 6, 10_000
 
 
 @contextmanager
@@ -84,48 +80,6 @@ def _resharded(modules: Modules) -> Iterator[None]:
         yield
 
 
-def _kind(layer: torch.nn.Module) -> str:
-    """
-    A key that is equal for layers that differ in the values of their weights only: with the same forward functions,
-    hooks, settings and other attributes, shapes and dtypes. Objects that cannot be inspected equal only themselves.
-    """
-    parts = {id(part): name for name, part in layer.named_modules()}
-    seen: dict[int, tuple[int, object]] = {}  # keeps the objects alive, so that no id is reused
-
-    def described(x, depth=_DEPTH):
-        def within(*values):
-            return type(x), *(described(value, depth - 1) for value in values)
-
-        if x is None or isinstance(x, bool | int | float | complex | str | bytes | torch.dtype | torch.device | type):
-            return repr(x)
-        if id(x) in parts or id(x) in seen:
-            return "part", parts.get(id(x)), seen.get(id(x), [None])[0]
-        if depth == 0 or len(seen) > _OBJECTS or isinstance(x, torch.nn.Module | ModuleType):
-            return id(x)
-        seen[id(x)] = len(seen), x
-        if torch.is_tensor(x):
-            return *x.shape, *within(x.dtype, x.requires_grad, upstream.gradient_hooks(x), *sorted(vars(x).items()))
-        if isinstance(x, FunctionType):
-            cells = (cell.cell_contents for cell in x.__closure__ or ())
-            return id(x.__code__), *within(x.__defaults__, x.__kwdefaults__, *sorted(vars(x).items()), *cells)
-        if isinstance(x, MethodType):
-            return within(x.__func__, x.__self__)
-        if isinstance(x, partial):
-            return within(x.func, *x.args, *sorted(x.keywords.items()))
-        if isinstance(x, Mapping):
-            return within(*(key for key in x if isinstance(key, str)), *x.values())
-        if isinstance(x, list | tuple | set | frozenset):
-            return within(*(sorted(x, key=repr) if isinstance(x, set | frozenset) else x))
-        return within(*sorted(vars(x).items())) if hasattr(x, "__dict__") else id(x)
-
-    found = []
-    for name, part in layer.named_modules():
-        attributes = sorted(entry for entry in vars(part).items() if entry[0] not in _PASSING)
-        tensors = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
-        found.append((name, type(part), described([*attributes, *tensors])))
-    return repr(found)
-
-
 @contextmanager
 def _one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[tuple[str, ...]]:
     """
@@ -138,7 +92,7 @@ def _one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[tuple[str, ...]]
     stacks = [(name, [*x]) for name, x in decoder_of(model).named_children() if isinstance(x, torch.nn.ModuleList)]
     with ExitStack() as hooks:
         for name, stack in () if is_sharded(model) else stacks:
-            kinds, numbers = [_kind(layer) for layer in stack], []
+            kinds, numbers = [kind_of(layer) for layer in stack], []
             for i, (layer, kind) in enumerate(zip(stack, kinds, strict=True)):
                 if kind not in kinds[:i]:
                     keep = partial(outputs.__setitem__, kind)
@@ -265,6 +219,7 @@ def raise_if_weights_are_awaited(model: PreTrainedModel, error: Exception) -> No
     store, key = upstream.process_store(), f"trl_paddingfree/failed/{next(_FAILURES)}"
     store.add(key, 1)
     end = time.monotonic() + _SECONDS
+    # `wait` of a store would lock its one connection, which PyTorch's own threads need
     while store.add(key, 0) < dist.get_world_size():
         if time.monotonic() >= end:
             raise OthersWaitError(f"{type(error).__name__}, on this process only: {error}") from error
