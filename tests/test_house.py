@@ -14,6 +14,7 @@ from tests.runs import make_trainer
 from trl_paddingfree.capabilities import classes_of
 from trl_paddingfree.core.trainers.collated import Collated
 from trl_paddingfree.core.trainers.composed import CollatedTrainer
+from trl_paddingfree.core.trainers.configs import CoreOptions, PaddingFreeOptions
 from trl_paddingfree.online.base import Online
 from trl_paddingfree.online.composed import OnlineTrainer
 from trl_paddingfree.registry import TRAINERS
@@ -133,17 +134,17 @@ def test_few_classes_stand_between_a_trainer_and_trls():
         assert len(ours) <= CLASSES_ABOVE_A_TRAINER, trainer
 
 
-@pytest.mark.parametrize("trainer", [CollatedTrainer, OnlineTrainer])
-def test_type_checkers_see_the_bases_that_capabilities_give_a_trainer(trainer):
-    file, names, found = Path(inspect.getfile(trainer)), {}, []
+@pytest.mark.parametrize("composed", [CollatedTrainer, OnlineTrainer, PaddingFreeOptions])
+def test_type_checkers_see_the_bases_that_capabilities_give_a_class(composed):
+    file, names, found = Path(inspect.getfile(composed)), {"CoreOptions": f"{CoreOptions.__module__}.CoreOptions"}, []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
             folder = str(file.parents[node.level - 1].relative_to(PACKAGE.parent)).replace("/", ".")
             names |= {alias.asname or alias.name: f"{folder}.{node.module}.{alias.name}" for alias in node.names}
-        if isinstance(node, ast.ClassDef):
+        if isinstance(node, ast.ClassDef) and node.name == composed.__name__:
             found.append([names.get(ast.unparse(base)) for base in node.bases])
     static, _ = found
-    assert static == [f"{base.__module__}.{base.__name__}" for base in trainer.__bases__]
+    assert static == [f"{base.__module__}.{base.__name__}" for base in composed.__bases__]
 
 
 def calls_of_a_step(task: str, **options) -> list[tuple[str, str]]:

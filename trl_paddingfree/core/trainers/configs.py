@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass, field
 from numbers import Integral
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from datasets import Dataset, IterableDataset
 from torch.utils.checkpoint import checkpoint
@@ -15,6 +15,7 @@ from transformers.utils import is_torch_xla_available, logging
 from trl import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
 from trl.trainer.utils import get_config_model_id
 
+from ...capabilities import classes_of
 from ...data_checks.validate import did_you_mean
 from ..data.lengths import AnyDataset
 from ..device import has_accelerator
@@ -189,21 +190,8 @@ def option(default: object, meaning: str) -> Any:
 
 
 @dataclass
-class PaddingFreeOptions:
-    """
-    Options of padding-free training, shared by all trainers and described by the help text of each field. A value that
-    its type does not allow raises a `ValueError`.
-
-    >>> from dataclasses import dataclass
-    >>> from trl import DPOConfig
-    >>> from trl_paddingfree import PaddingFreeOptions
-    >>> @dataclass
-    ... class OwnConfig(PaddingFreeOptions, DPOConfig):
-    ...     pass
-    >>> config = OwnConfig(output_dir="out", bf16=False, report_to="none", memory_budget=20)
-    >>> config.memory_budget, config.beta
-    (20.0, 0.1)
-    """
+class CoreOptions:
+    """The fields of [`PaddingFreeOptions`] that come with no capability."""
 
     padding_free: bool = option(
         True,
@@ -236,12 +224,6 @@ class PaddingFreeOptions:
         "so runs in parts, or in slices, with the same loss and gradients. `gradient_checkpointing` is then not read. "
         "Without it, activations are kept or recomputed as TRL does it.",
     )
-    sequence_parallel_size: int = option(
-        1,
-        "How many processes compute each micro-batch together, each a slice of its tokens, so that rows may be that "
-        "many times longer. Has to divide the processes; `per_device_train_batch_size` then counts for each group of "
-        "them. DPO and SFT only.",
-    )
 
     @property
     def has_budget(self) -> bool:
@@ -254,6 +236,32 @@ class PaddingFreeOptions:
         if isinstance(self, TrainingArguments):  # mixed in before one of TRL's configurations
             train_where_one_can(self)
             super().__post_init__()  # type: ignore[misc]
+
+
+if TYPE_CHECKING:  # the same bases, for editors and type checkers
+    from ...groups.options import Options as GroupsOptions
+
+    @dataclass
+    class PaddingFreeOptions(GroupsOptions, CoreOptions):
+        pass
+else:
+
+    @dataclass
+    class PaddingFreeOptions(*classes_of("options", "Options"), CoreOptions):
+        """
+        Options of padding-free training, shared by all trainers and described by the help text of each field. A value
+        that its type does not allow raises a `ValueError`.
+
+        >>> from dataclasses import dataclass
+        >>> from trl import DPOConfig
+        >>> from trl_paddingfree import PaddingFreeOptions
+        >>> @dataclass
+        ... class OwnConfig(PaddingFreeOptions, DPOConfig):
+        ...     pass
+        >>> config = OwnConfig(output_dir="out", bf16=False, report_to="none", memory_budget=20)
+        >>> config.memory_budget, config.beta
+        (20.0, 0.1)
+        """
 
 
 @dataclass
