@@ -102,7 +102,10 @@ class Benchmark:
             **provenance(),
             "environment": environment(),
             "settings": asdict(self.settings),
-            "attention": {"trl": describe_attention(self.attention), "ours": describe(route.backend, route.previous)},
+            "attention": {
+                "trl": describe_attention(self.attention),
+                "ours": describe(route.backend, route.loaded_with),
+            },
             "matmul_flops_per_second": self.rate,
             "bytes_of_state": {runner.method.name: runner.bytes_of_state() for runner in self.runners},
         }

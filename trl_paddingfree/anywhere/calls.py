@@ -231,10 +231,10 @@ class PaddedCalls(PaddedRows):
             if reason := why_padded([model]):
                 raise ValueError(f"{reason}, or leave the call of `padding_free` out.")
             name = upstream.attn_implementation(model)
-            if name != route.previous or isinstance(name, StandIn) != (route.backend in ATTENTION_BACKENDS):
+            if name != route.loaded_with or isinstance(name, StandIn) != (route.backend in ATTENTION_BACKENDS):
                 raise ValueError(
                     f"The attention of {type(model).__name__} was set to {str(name)!r} since `padding_free` has proven "
-                    f"it with {route.previous!r}. Call `padding_free` again."
+                    f"it with {route.loaded_with!r}. Call `padding_free` again."
                 )
             found, padding = self._flat_batch_of(inputs)
         if isinstance(found, str):

@@ -58,7 +58,7 @@ def slice_features(segments: Segments, cuts: Sequence[int], route: Route) -> np.
     of_run = np.searchsorted(offsets, firsts, "right") - 1  # the segment of each run of a slice
     keys = np.array(segments.starts)[of_run] + firsts - offsets[of_run] + lengths
     pairs = lengths * keys
-    if route.previous == "sdpa":  # keeps no scores, and a mask only where a segment or slice continues others
+    if route.loaded_with == "sdpa":  # keeps no scores, and a mask only where a segment or slice continues others
         pairs *= keys > lengths
     slices = np.zeros((len(cuts) - 1, len(FEATURES)), np.int64)
     slices[:, CONSTANT] = 1

@@ -129,7 +129,7 @@ def count_kept_bytes(
     kept, recomputed = of_all[1 : number + 1], of_all[number + 1 : -1]
     # Scores are the largest tensor only in rows longer than these. Masks get no gradient: no working memory
     largest = _nonnegative(fitted, fitted_counts[:, -1], PAIRS, SCORED)
-    largest[PAIRS] = 0 if route.previous == "sdpa" else kept[:, PAIRS].max()
+    largest[PAIRS] = 0 if route.loaded_with == "sdpa" else kept[:, PAIRS].max()
     windows = np.unique([NO_WINDOW, *(window for _, window, _ in noted)])
     numbers = {module: i for i, layer in enumerate(layers) for module in layer.modules()}
     of_keys = np.zeros((number, len(windows)))

@@ -177,7 +177,7 @@ class ImageProof:
             return results
         if results[0].route.backend in ("flash", "positions") and sees_both_ways(trained):
             check.say(
-                f"`attn_implementation={results[0].route.previous!r}` lets image tokens of {name} see only what "
+                f"`attn_implementation={results[0].route.loaded_with!r}` lets image tokens of {name} see only what "
                 "precedes them, with padding and without. The model was made to let them see their whole image: load "
                 "it with 'sdpa'."
             )

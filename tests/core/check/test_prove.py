@@ -544,7 +544,7 @@ def test_a_model_whose_answers_do_not_depend_on_its_input_is_refused_in_these_wo
 
 def test_the_route_follows_the_implementation_in_force():
     """trl#2834: GPT-OSS has no SDPA: what was asked for, or left open, is not what it runs."""
-    assert choose_route(make("gpt_oss", attention=None)).previous == "eager"
+    assert choose_route(make("gpt_oss", attention=None)).loaded_with == "eager"
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])

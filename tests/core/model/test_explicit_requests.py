@@ -113,5 +113,5 @@ def test_flash_attention_4_serves_by_each_of_its_names(name, model_type):
         if upstream.attn_implementation(model) != name:
             pytest.skip("transformers takes another kernel")
         route = choose_route(with_head(model))
-        assert (route.backend, route.previous, route.prefix_sharing) == ("flash", name, True)
+        assert (route.backend, route.loaded_with, route.prefix_sharing) == ("flash", name, True)
         assert check_flat(model, route).passed

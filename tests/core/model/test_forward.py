@@ -33,9 +33,9 @@ tokens = st.integers(1, 4)
 trees = st.lists(st.lists(tokens, min_size=1, max_size=12), min_size=1, max_size=6)
 
 
-@pytest.fixture(scope="module", params=ROUTES, ids=lambda r: f"{r.backend}-{r.previous}")
+@pytest.fixture(scope="module", params=ROUTES, ids=lambda r: f"{r.backend}-{r.loaded_with}")
 def double_model(request):
-    model = make_model(dtype=torch.float64, attn_implementation=request.param.previous, vocab_size=8)
+    model = make_model(dtype=torch.float64, attn_implementation=request.param.loaded_with, vocab_size=8)
     outputs = ("log_probs", "entropy", "is_top1")
     return FlatModel.install(with_head(model, outputs=outputs), request.param).model
 
@@ -45,7 +45,7 @@ def double_model(request):
 @settings(max_examples=40, deadline=None)
 def test_flat_logits_equal_each_row_alone(double_model, rows, prefix_sharing, multiple):
     batch = FlatBatch.from_rows(rows, rows, prefix_sharing=prefix_sharing, pad_to_multiple_of=multiple)
-    tolerance = FLOAT32 if FlatModel.of(double_model).route.previous == "eager" else FLOAT64
+    tolerance = FLOAT32 if FlatModel.of(double_model).route.loaded_with == "eager" else FLOAT64
     with torch.no_grad():
         for row, flat in zip(rows, double_model(flat_batch=batch).logits, strict=True):
             alone = double_model(input_ids=torch.tensor([row]), use_cache=False).logits[0]
@@ -121,7 +121,7 @@ def test_installing_again_changes_the_route_and_nothing_else():
     for route in (choose_route(model), choose_route(model, "mask"), choose_route(model, "segment")):
         FlatModel.install(model, route)
         assert FlatModel.of(model).route == route
-        assert route.previous == "sdpa"
+        assert route.loaded_with == "sdpa"
         assert model.forward == before
 
 

@@ -54,7 +54,7 @@ def as_dict(result: CheckResult) -> dict[str, object]:
         figures |= {"gradient_error": result.gradients.error, "gradient_tolerance": result.gradients.tolerance}
     return {
         "backend": result.route.backend,
-        "attn_implementation": result.route.previous,
+        "attn_implementation": result.route.loaded_with,
         "prefix_sharing": result.prefix_sharing,
         "passed": result.passed,
         "failure": result.failure or (result.gradients.reason if result.gradients else ""),

@@ -99,7 +99,7 @@ class FlatModel:
         flat = vars(model).get(ATTRIBUTE) or cls(model)
         flat.route = route
         replaces_attention = route.backend in ATTENTION_BACKENDS
-        attention = register_attention(route.previous, route.backend) if replaces_attention else route.previous
+        attention = register_attention(route.loaded_with, route.backend) if replaces_attention else route.loaded_with
         upstream.set_attn_implementation(model, attention)
         flat.repeats = flat.mixers.install(model, route.states)
         setattr(model, ATTRIBUTE, flat)

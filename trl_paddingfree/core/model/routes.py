@@ -14,22 +14,22 @@ from .mixers import Way, mixers
 logger = logging.get_logger(__name__)
 
 _DESCRIPTIONS: dict[BackendName, str] = {
-    "flash": "{previous} over segments",
+    "flash": "{loaded_with} over segments",
     "varlen": "PyTorch's flash attention kernel over segments",
-    "segment": "{previous} over segments of like shape",
-    "positions": "{previous}, told of sequences by their `position_ids`",
-    "mask": "{previous} under a dense 4-D mask",
+    "segment": "{loaded_with} over segments of like shape",
+    "positions": "{loaded_with}, told of sequences by their `position_ids`",
+    "mask": "{loaded_with} under a dense 4-D mask",
 }
 
 
-def describe(backend: BackendName, previous: str) -> str:
-    """A description of what a backend does on a model loaded with the attention implementation `previous`."""
-    return f"{backend}: {_DESCRIPTIONS[backend].format(previous=previous)}"
+def describe(backend: BackendName, loaded_with: str) -> str:
+    """A description of what a backend does on a model loaded with the attention implementation `loaded_with`."""
+    return f"{backend}: {_DESCRIPTIONS[backend].format(loaded_with=loaded_with)}"
 
 
-def takes_boundaries(previous: str) -> bool:
+def takes_boundaries(loaded_with: str) -> bool:
     """Whether an attention implementation takes boundaries, not masks: flash attention and kernels from the hub."""
-    return "flash" in previous or "/" in previous
+    return "flash" in loaded_with or "/" in loaded_with
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,15 @@ class Route:
     """How a model computes flat batches."""
 
     backend: BackendName
-    previous: str  # the attention implementation that the model was loaded with
+    loaded_with: str  # the attention implementation that the model was loaded with
     prefix_sharing: bool  # whether prefixes that rows share are computed once
     states: Way = "rows"  # "tree": layers that carry state compute shared prefixes once, if able
 
     def __str__(self) -> str:
         states = ", states along the tree" if self.states == "tree" else ""
-        return f"{describe(self.backend, self.previous)}, {'' if self.prefix_sharing else 'no '}shared prefixes{states}"
+        return (
+            f"{describe(self.backend, self.loaded_with)}, {'' if self.prefix_sharing else 'no '}shared prefixes{states}"
+        )
 
     def without_sharing(self) -> "Route":
         """The same route without shared prefixes."""
@@ -51,9 +53,9 @@ class Route:
 
 
 def reasons_against(
-    model: PreTrainedModel, previous: str, dtype: torch.dtype, device: torch.device
+    model: PreTrainedModel, loaded_with: str, dtype: torch.dtype, device: torch.device
 ) -> dict[BackendName, list[str]]:
-    """Why each backend cannot serve a model loaded with `previous` whose attention runs in `dtype` on `device`."""
+    """Why each backend cannot serve a model loaded with `loaded_with` whose attention runs in `dtype` on `device`."""
     reasons: dict[BackendName, list[str]] = {name: [] for name in BACKENDS}
 
     def note(reason: str, *names: BackendName) -> None:
@@ -62,14 +64,14 @@ def reasons_against(
 
     if not upstream.takes_attention_function(model):
         note(f"{type(model).__name__} does not use transformers' `AttentionInterface`", *ATTENTION_BACKENDS)
-    if takes_boundaries(previous):
-        note(f"the model was loaded with `attn_implementation={previous!r}`, which does the same", "varlen")
-        note(f"`attn_implementation={previous!r}` takes no mask: load the model with 'sdpa'", "segment", "mask")
+    if takes_boundaries(loaded_with):
+        note(f"the model was loaded with `attn_implementation={loaded_with!r}`, which does the same", "varlen")
+        note(f"`attn_implementation={loaded_with!r}` takes no mask: load the model with 'sdpa'", "segment", "mask")
     else:
         how = "load it with 'flash_attention_2' (`pip install flash-attn`), another version of it, or a hub kernel"
-        note(f"the model was loaded with `attn_implementation={previous!r}`: {how}", "flash", "positions")
-    if previous != "sdpa":
-        note(f"it stands in for 'sdpa', and the model was loaded with {previous!r}", "varlen")
+        note(f"the model was loaded with `attn_implementation={loaded_with!r}`: {how}", "flash", "positions")
+    if loaded_with != "sdpa":
+        note(f"it stands in for 'sdpa', and the model was loaded with {loaded_with!r}", "varlen")
     if reason := attention.why_no_varlen(device):
         note(reason, "varlen")
     if dtype not in (torch.float16, torch.bfloat16):
@@ -77,7 +79,7 @@ def reasons_against(
     if dropout := architecture.attention_dropout(model):
         what = f"attention has a dropout of {dropout}, and the kernel has none"
         note(f"{what}: set it to 0 in the model's configuration", "varlen")
-    if previous == "flex_attention":
+    if loaded_with == "flex_attention":
         note("flex_attention takes block masks: load the model with 'sdpa'", "segment", "mask")
     return reasons
 
@@ -95,7 +97,7 @@ def choose_route(
     name is used, or rejected with every reason against it (`ValueError`). Attention will run in `dtype` on `device`, by
     default the model's.
     """
-    previous = str(upstream.attn_implementation(model))  # a `StandIn` reads as the name that it stands in for
+    loaded_with = str(upstream.attn_implementation(model))  # a `StandIn` reads as the name that it stands in for
     if model.base_model is model:
         raise ValueError(
             f"{type(model).__name__} keeps its backbone under another name than its `base_model_prefix` "
@@ -105,7 +107,7 @@ def choose_route(
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"`flat_attention={backend!r}` is not one of 'auto', {', '.join(map(repr, BACKENDS))}.")
     device = device or model.device
-    reasons = reasons_against(model, previous, dtype or model.dtype, device)
+    reasons = reasons_against(model, loaded_with, dtype or model.dtype, device)
     if backend == "varlen":  # "auto" may still take it for those layers that it can serve
         beyond = architecture.beyond_varlen(model)
         reasons["varlen"] += [f"attention has {what}, and the kernel has not" for what in beyond]
@@ -115,18 +117,18 @@ def choose_route(
         raise ValueError(f"`flat_attention={backend!r}` cannot serve this model:\n    {listed}")
     if backend == "auto" and chosen == "segment" and device.type == "cuda":
         logger.warning_once(
-            f"{type(model).__name__} trains by «{describe(chosen, previous)}», because PyTorch's flash attention "
+            f"{type(model).__name__} trains by «{describe(chosen, loaded_with)}», because PyTorch's flash attention "
             f"cannot serve it: {'; '.join(reasons['varlen'])}. That is exact, but calls attention once for each group "
             "of segments in place of once for all: the more the lengths of a batch differ, the slower."
         )
-    shares = prefix_sharing and not why_not_to_share(chosen, previous)
-    return Route(chosen, previous, shares, mixers().way(model))
+    shares = prefix_sharing and not why_not_to_share(chosen, loaded_with)
+    return Route(chosen, loaded_with, shares, mixers().way(model))
 
 
-def why_not_to_share(backend: BackendName, previous: str) -> str:
+def why_not_to_share(backend: BackendName, loaded_with: str) -> str:
     """Why a backend rules out sharing prefixes, on any model; empty if only a check can tell."""
     if backend == "positions":
-        return f"{previous!r} is told of sequences, not of trees; load the model with 'sdpa' to share them"
+        return f"{loaded_with!r} is told of sequences, not of trees; load the model with 'sdpa' to share them"
     return ""
 
 
@@ -135,10 +137,10 @@ def routes_to_try(model: PreTrainedModel, route: Route, *, fallback: bool = True
     backends: list[BackendName] = [route.backend]
     if fallback:  # backends that ask less of a model: its own attention over segments, or with its own arguments
         backends += ["segment"] if route.backend == "varlen" else []
-        backends += ["positions" if takes_boundaries(route.previous) else "mask"]
+        backends += ["positions" if takes_boundaries(route.loaded_with) else "mask"]
     routes: list[Route] = []
     for backend in dict.fromkeys(backends):
-        shares = route.prefix_sharing and not why_not_to_share(backend, route.previous)
+        shares = route.prefix_sharing and not why_not_to_share(backend, route.loaded_with)
         for sharing in (True, False) if shares else (False,):
             alike = replace(route, backend=backend, prefix_sharing=sharing)
             routes += [alike, replace(alike, states="rows")] if route.states == "tree" else [alike]

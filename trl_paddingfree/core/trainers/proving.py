@@ -168,7 +168,7 @@ class StartUpCheck:
         bases = list(map(self.base_of, models))
         routes = list(map(self.first_route, bases))
         for base, route in zip(bases, routes, strict=True):
-            reason = why_not_to_share(route.backend, route.previous)
+            reason = why_not_to_share(route.backend, route.loaded_with)
             if self.options.prefix_sharing and reason:
                 self.say(f"{type(base).__name__} trains without shared prefixes: {reason}.")
         results = sharing_together(self.prove_one, models, routes)
