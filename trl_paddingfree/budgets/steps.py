@@ -81,7 +81,7 @@ def weigh_last_batch(trainer: Any, inputs: Inputs) -> None:
         return
     if trainer.num_streams == 1:
         batch = inputs.get("flat_batch")  # packed documents are one row of TRL's
-        loader.remainder = 1 if batch is not None and batch.packed else find_batch_size(inputs)
+        loader.remainder = 1 if batch is not None and batch.packed_length else find_batch_size(inputs)
     else:
         logger.warning_once(
             "The last batches of a stream in evaluation are filled with its first rows, and these count once more: "

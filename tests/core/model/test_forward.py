@@ -220,7 +220,7 @@ def test_neftune_noise_has_the_size_of_rows():
         # Uniform: as many of some hundred draws, within four deviations of their number, below each tenth of the range
         below = [(noise < bound * (tenth / 5 - 1)).double().mean().item() for tenth in range(1, 10)]
         assert below == pytest.approx([tenth / 10 for tenth in range(1, 10)], abs=2 / noise.numel() ** 0.5)
-    model(**inputs, flat_batch=replace(flat_batch, packed=48), fused_lm_head=True)
+    model(**inputs, flat_batch=replace(flat_batch, packed_length=48), fused_lm_head=True)
     bound = 5.0 / (48 * model.config.hidden_size) ** 0.5  # in TRL, one row of all tokens
     assert 0.9 * bound < seen[-1].abs().max() <= bound * (1 + 1e-5)
     assert model.get_input_embeddings().neftune_noise_alpha == 5.0

@@ -198,7 +198,7 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
         batch = super().flatten(rows, make)
         multiple = self.pad_to_multiple_of or 1
         packed = -(-batch.counts.real // multiple) * multiple
-        return replace(batch, packed=packed) if self.cuts_packed else batch
+        return replace(batch, packed_length=packed) if self.cuts_packed else batch
 
 
 @dataclass

@@ -54,7 +54,7 @@ class FlatBatch(HasTensors):
         hooks (`tuple`, *optional*):
             What capabilities add to its passes, each a [`~trl_paddingfree.core.model.hooks.PassHook`]. Those that have
             tensors are [`HasTensors`], which go to the device with the batch.
-        packed (`int`, *optional*):
+        packed_length (`int`, *optional*):
             For documents that TRL has packed: the length of the single row in which TRL would compute them.
         empty_rows (`int`, *optional*, defaults to `0`):
             Number of rows without tokens. Pooled heads, which read one token per row, refuse them.
@@ -87,7 +87,7 @@ class FlatBatch(HasTensors):
     counts: BatchCounts
     companion: "FlatBatch | None" = None
     hooks: tuple[Any, ...] = ()
-    packed: int | None = None
+    packed_length: int | None = None
     empty_rows: int = 0
     checksum: int = 0
     schedule: Schedule = Schedule()

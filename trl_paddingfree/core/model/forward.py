@@ -197,7 +197,7 @@ def layout_arguments(flat_model: "FlatModel", batch: FlatBatch) -> Iterator[Inpu
         embeddings = model.get_input_embeddings()
         # NEFTune divides its noise by the square root of the row length: use that of the padded rows, not the flat one
         if (alpha := vars(embeddings).get(NOISE)) is not None:
-            row_alpha = alpha * math.sqrt(batch.input_ids.size(1) / (batch.packed or batch.row_index.size(1)))
+            row_alpha = alpha * math.sqrt(batch.input_ids.size(1) / (batch.packed_length or batch.row_index.size(1)))
             changes.append((embeddings, NOISE, row_alpha))
         if changes:
             contexts.enter_context(attributes_set(changes))
