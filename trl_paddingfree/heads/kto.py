@@ -93,7 +93,7 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
     def _compute_kl_logps(self, model, batch):
         # TRL passes `flat_batch` to the model with the mismatched rows, too, which need their own
         if self.calculate_KL and "flat_batch" in batch:
-            batch = {**batch, "flat_batch": batch["flat_batch"].companion}
+            batch = {**batch, "flat_batch": batch["flat_batch"].mismatched}
         return super()._compute_kl_logps(model, batch)
 
     @when_flat
@@ -102,6 +102,6 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
         if "flat_batch" not in inputs:  # from a data loader of the user's
             return super().compute_ref_log_probs(model, inputs)
         # Here, TRL calls the model without a `flat_batch`, on the matched rows and then on the mismatched ones
-        batches = iter((inputs["flat_batch"], inputs["flat_batch"].companion))
+        batches = iter((inputs["flat_batch"], inputs["flat_batch"].mismatched))
         with self.flat.scheduling():
             return super().compute_ref_log_probs(lambda **kwargs: model(**kwargs, flat_batch=next(batches)), inputs)

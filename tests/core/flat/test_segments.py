@@ -158,8 +158,8 @@ def test_a_batch_moves_and_pickles_as_one_thing():
     again = pickle.loads(pickle.dumps(batch))
     assert again.to_rows() == rows
     assert again.layout.segments == batch.layout.segments
-    meta = replace(batch, companion=batch).to("meta")
-    moved = (meta.input_ids, meta.layout.kv_index, meta.layout.kv_gather.order, meta.companion.input_ids)
+    meta = replace(batch, mismatched=batch).to("meta")
+    moved = (meta.input_ids, meta.layout.kv_index, meta.layout.kv_gather.order, meta.mismatched.input_ids)
     assert {tensor.device for tensor in moved} == {torch.device("meta")}
 
 

@@ -223,14 +223,14 @@ class RewardCollator(FlatCollator, DataCollatorForReward):
 
 @dataclass
 class FlatMismatchedCollator(FlatCollator):
-    """If a batch has KTO's mismatched rows (`"KL_input_ids"`), adds their flat batch as `companion`."""
+    """If a batch has KTO's mismatched rows (`"KL_input_ids"`), adds their flat batch as `mismatched`."""
 
     def flatten(self, rows: Inputs, make: Make = FlatBatch.from_padded) -> FlatBatch:
         batch = super().flatten(rows, make)
         if "KL_input_ids" not in rows:
             return batch
         mismatched = {name: rows[f"KL_{name}"] for name in ("input_ids", "attention_mask", "completion_mask")}
-        return replace(batch, companion=super().flatten(mismatched, make))
+        return replace(batch, mismatched=super().flatten(mismatched, make))
 
 
 @dataclass
@@ -246,7 +246,7 @@ class UnpairedPreferenceCollator(FlatMismatchedCollator, DataCollatorForUnpaired
     ...     {"prompt_ids": [1, 2], "completion_ids": [6, 7], "KL_completion_ids": [3], "label": False},
     ... ]
     >>> batch = collator(examples)
-    >>> batch["flat_batch"].input_ids, batch["flat_batch"].companion.input_ids
+    >>> batch["flat_batch"].input_ids, batch["flat_batch"].mismatched.input_ids
     (tensor([[1, 2, 3, 2, 6, 7]]), tensor([[1, 2, 6, 7, 2, 3]]))
     """
 

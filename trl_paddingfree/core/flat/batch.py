@@ -49,7 +49,7 @@ class FlatBatch(HasTensors):
             Copy of `scored_index` on the host, where slices are planned and cut.
         layout (`FlatLayout`), counts (`BatchCounts`):
             The segments as index tensors for attention; how many tokens this and other methods compute.
-        companion (`FlatBatch`, *optional*):
+        mismatched (`FlatBatch`, *optional*):
             Other rows of the same examples, computed in a separate call: KTO's mismatched completions.
         hooks (`tuple`, *optional*):
             What capabilities add to its passes, each a [`~trl_paddingfree.core.model.hooks.PassHook`]. Those that have
@@ -85,7 +85,7 @@ class FlatBatch(HasTensors):
     scored: np.ndarray
     layout: FlatLayout
     counts: BatchCounts
-    companion: "FlatBatch | None" = None
+    mismatched: "FlatBatch | None" = None
     hooks: tuple[Any, ...] = ()
     packed_length: int | None = None
     empty_rows: int = 0
