@@ -1,8 +1,8 @@
 """What the package can do beside its core: each capability is one folder, named by nothing else but `cli/`.
 
 A folder may be deleted: what it adds is gone then, and everything else works. What it adds to the trainers lies in its
-`trainers.py`: `Collated` and `Online`, which are mixed in before the two bases of the trainers. Its options are the
-fields of `Options` in its `options.py`, which join [`~trl_paddingfree.PaddingFreeOptions`].
+`trainers.py`: `Collated` and `Online`, which are mixed in before the two bases of the trainers. Its options lie in its
+`options.py`: `Options`, which join [`~trl_paddingfree.PaddingFreeOptions`].
 """
 
 from importlib import import_module
@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 # Those that add to the trainers and their options: what the first adds goes around what the others add
-ORDER = ("images", "groups")
+ORDER = ("images", "groups", "budgets", "arranging")
 
 
 def is_there(capability: str) -> bool:

@@ -35,7 +35,7 @@ from ..core.model.architecture import beyond_varlen, recomputable_layers
 from ..core.model.casts import cast_inputs_once
 from ..core.model.flat_model import FlatModel
 from ..core.model.routes import choose_route
-from ..data_checks.validate import did_you_mean
+from ..core.spelling import did_you_mean
 
 # Weights and activations are bfloat16, as on GPUs. A 4-bit weight takes 4 bits and, on average, 0.127 bits of scales
 DTYPE, BYTES, BYTES_IN_4_BITS = torch.bfloat16, 2, 4.127 / 8

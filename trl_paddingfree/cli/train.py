@@ -28,7 +28,8 @@ from trl.scripts.rloo import RLOOScriptArguments
 
 from ..core.device import has_accelerator
 from ..core.trainers.base import FlatTrainer
-from ..core.trainers.configs import PaddingFreeOptions, PaddingFreeSFTConfig, option, silence, valid_losses
+from ..core.trainers.configs import PaddingFreeOptions, PaddingFreeSFTConfig, silence, valid_losses
+from ..core.trainers.options import option
 from ..registry import TRAINERS
 from ..resuming.checkpoints import checkpoint_to_resume
 from .load import load_data, refuse_unreachable

@@ -1,7 +1,6 @@
 """Checks the user's data before TRL prepares it: bad rows are refused by number, odd ones are counted and logged."""
 
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -15,18 +14,13 @@ from transformers.utils import logging
 from ..core.data.lengths import AnyDataset, Example, column_names, has_known_lengths, tables_of, token_lengths
 from ..core.data.task import RAW_COLUMNS, Task
 from ..core.flat.batch import IGNORE_INDEX
+from ..core.spelling import did_you_mean
 from .columns import FIX, has_other_content, message_problem
 
 logger = logging.get_logger(__name__)
 
 # Roles that chat templates know
 _ROLES = ("assistant", "developer", "function", "system", "tool", "user")
-
-
-def did_you_mean(word: str, known: Iterable[str], name: str = "{}", cutoff: float = 0.8) -> str:
-    """A question that offers the known word closest to `word`, formatted by `name`; empty if none is close."""
-    close = get_close_matches(word.lower(), known, n=1, cutoff=cutoff)
-    return f" Did you mean `{name.format(close[0])}`?" if close else ""
 
 
 def refuse_unread(dataset: AnyDataset, name: str, task: str, *formats: Sequence[str]) -> None:

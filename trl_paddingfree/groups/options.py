@@ -1,17 +1,17 @@
-"""The option of groups of processes."""
+"""The option that forms groups of processes."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from ..core.trainers.options import CoreOptions, option
 
 
 @dataclass
-class Options:
-    """Fields of [`~trl_paddingfree.PaddingFreeOptions`]."""
+class Options(CoreOptions):
+    """What the options of the trainers have for them."""
 
-    sequence_parallel_size: int = field(
-        default=1,
-        metadata={
-            "help": "How many processes compute each micro-batch together, each a slice of its tokens, so that rows "
-            "may be that many times longer. Has to divide the processes; `per_device_train_batch_size` then counts for "
-            "each group of them. DPO and SFT only."
-        },
+    sequence_parallel_size: int = option(
+        1,
+        "How many processes compute each micro-batch together, each a slice of its tokens, so that rows may be that "
+        "many times longer. Has to divide the processes; `per_device_train_batch_size` then counts for each group of "
+        "them. DPO and SFT only.",
     )

@@ -3,10 +3,10 @@
 import inspect
 import re
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Integral
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from datasets import Dataset, IterableDataset
 from torch.utils.checkpoint import checkpoint
@@ -16,20 +16,30 @@ from trl import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, RewardConf
 from trl.trainer.utils import get_config_model_id
 
 from ...capabilities import classes_of
-from ...data_checks.validate import did_you_mean
 from ..data.lengths import AnyDataset
 from ..device import has_accelerator
-from ..model.attention import BackendName
+from ..spelling import did_you_mean
+from .options import SHARING, CoreOptions, option
+
+if TYPE_CHECKING:  # the same bases, for editors and type checkers
+    from ...arranging.options import Options as ArrangingOptions
+    from ...budgets.options import Options as BudgetsOptions
+    from ...groups.options import Options as GroupsOptions
+
+    class ComposedOptions(GroupsOptions, BudgetsOptions, ArrangingOptions, CoreOptions):
+        pass
+else:
+
+    class ComposedOptions(*classes_of("options", "Options"), CoreOptions):
+        """The options of the core, with those of the capabilities that are there."""
+
 
 logger = logging.get_logger(__name__)
 
 Arguments: TypeAlias = dict[str, Any]  # of TRL's trainers, by name
 
-SHARING = "Whether to compute a prefix once if several rows of a micro-batch start with it."
-
-
 # The values that a type allows, in words
-_ALLOWED: dict[type, str] = {bool: "`True` or `False`", int: "a whole number of at least 1", NoneType: "`None`"}
+_ALLOWED: dict[object, str] = {bool: "`True` or `False`", int: "a whole number of at least 1", NoneType: "`None`"}
 # Minimum sizes: transformers would fail only after loading model and data. One token leaves nothing to predict
 _LEAST = {
     "per_device_train_batch_size": 1,
@@ -87,18 +97,19 @@ def valid_losses(config_class: type) -> list[str]:
 
 def refuse_wrong_options(config: Any) -> None:
     """
-    Refuse invalid values of options, in a configuration of ours or of TRL's, and name the valid ones. The annotations
-    of this package's options define what is valid: `bool` allows `True` and `False`, `int` whole numbers of at least 1,
-    and `None` and the words of a `Literal` themselves.
+    Refuse invalid values of options, in a configuration of ours or of TRL's, and name the valid ones. What is valid is
+    said where [`~trl_paddingfree.core.trainers.options.option`] is.
     """
     values = vars(config)
     if isinstance(config, PaddingFreeOptions):
-        config.memory_budget = checked_budget(config.memory_budget)
+        config.check_values()
     for name, hint in get_type_hints(PaddingFreeOptions).items():
-        if name not in values or name == "memory_budget":  # TRL's own configurations have only some of these
-            continue
-        value, kinds = values[name], _kinds(hint)
+        kinds = _kinds(hint)
         words = [kind for kind in kinds if isinstance(kind, str)]
+        # TRL's own configurations have only some of the options
+        if name not in values or not {*kinds} - {*words} <= _ALLOWED.keys():
+            continue
+        value = values[name]
         expected = [f"one of {', '.join(map(repr, words))}"] if words else []
         expected += [phrase for kind, phrase in _ALLOWED.items() if kind in kinds]
         kind = type(value) if value is None or isinstance(value, bool) else value
@@ -151,19 +162,6 @@ def _kinds(hint: object) -> list[object]:
     return [kind for member in members for kind in _kinds(member)] if members else [hint]
 
 
-def checked_budget(budget: float | str | None) -> float | str | None:
-    """`memory_budget` as a number, `"auto"` or `None`; a command line gives numbers as strings."""
-    if budget is None or budget == "auto":
-        return budget
-    try:
-        gib = 0.0 if isinstance(budget, bool) else float(budget)
-    except (TypeError, ValueError):
-        gib = 0.0
-    if not 0 < gib < float("inf"):
-        raise ValueError(f"`memory_budget={budget!r}` must be a positive number of GiB, 'auto', or left out.")
-    return gib
-
-
 def given_datasets(arguments: Arguments) -> list[tuple[str, AnyDataset]]:
     """The data sets among the arguments of a trainer, with their names."""
     eval_dataset = arguments.get("eval_dataset")
@@ -184,51 +182,22 @@ def train_where_one_can(config: TrainingArguments) -> None:
         logger.warning_once("No accelerator: training on the CPU (`use_cpu=True, bf16=False`).")
 
 
-def option(default: object, meaning: str) -> Any:
-    """A dataclass field that the command line offers as an option, with a help text."""
-    return field(default=default, metadata={"help": meaning})
-
-
 @dataclass
-class CoreOptions:
-    """The fields of [`PaddingFreeOptions`] that come with no capability."""
+class PaddingFreeOptions(ComposedOptions):
+    """
+    Options of padding-free training, shared by all trainers and described by the help text of each field. A value that
+    its type does not allow raises a `ValueError`.
 
-    padding_free: bool = option(
-        True,
-        "Whether to compute real tokens only. If `False`, the trainer pads as TRL's does, and differs from it in "
-        "checkpoints only: half-written ones are refused, and weights are loaded by name.",
-    )
-    prefix_sharing: bool = option(True, SHARING)
-    flat_attention: Literal["auto", BackendName] = option(
-        "auto",
-        "How attention is computed over flat batches. 'auto' takes the fastest way for the model, its "
-        "`attn_implementation`, device and dtype that the start-up check finds exact; the name of a backend asks for "
-        "it, which is then used or refused.",
-    )
-    arrange_micro_batches: Literal["none", "tokens", "prefix"] = option(
-        "none",
-        "Which examples of an optimizer step share a micro-batch. 'none': as the sampler draws them. 'tokens': every "
-        "micro-batch gets about the same work, so that processes do not wait for each other. 'prefix': examples that "
-        "start alike meet, so that more is shared. The examples of each step, and their weights, stay the same.",
-    )
-    max_tokens_per_micro_batch: int | None = option(
-        None,
-        "Most tokens to compute at once. A larger micro-batch runs in as many parts as needed, and a part, a row or a "
-        "group of rows that is still larger in slices, one after another, with the same loss and gradients. All but "
-        "the last slice are computed once more in the backward pass, whatever `gradient_checkpointing` says.",
-    )
-    memory_budget: float | str | None = option(
-        None,
-        "GiB that training may use on each device; 'auto': what other processes leave of it, less a tenth. With it "
-        "each micro-batch recomputes the activations of only as many layers as it must, and one that does not fit even "
-        "so runs in parts, or in slices, with the same loss and gradients. `gradient_checkpointing` is then not read. "
-        "Without it, activations are kept or recomputed as TRL does it.",
-    )
-
-    @property
-    def has_budget(self) -> bool:
-        """Whether steps keep within a budget of memory or of tokens."""
-        return self.memory_budget is not None or self.max_tokens_per_micro_batch is not None
+    >>> from dataclasses import dataclass
+    >>> from trl import DPOConfig
+    >>> from trl_paddingfree import PaddingFreeOptions
+    >>> @dataclass
+    ... class OwnConfig(PaddingFreeOptions, DPOConfig):
+    ...     pass
+    >>> config = OwnConfig(output_dir="out", bf16=False, report_to="none", flat_attention="segment")
+    >>> config.flat_attention, config.beta
+    ('segment', 0.1)
+    """
 
     def __post_init__(self):
         silence()
@@ -236,32 +205,6 @@ class CoreOptions:
         if isinstance(self, TrainingArguments):  # mixed in before one of TRL's configurations
             train_where_one_can(self)
             super().__post_init__()  # type: ignore[misc]
-
-
-if TYPE_CHECKING:  # the same bases, for editors and type checkers
-    from ...groups.options import Options as GroupsOptions
-
-    @dataclass
-    class PaddingFreeOptions(GroupsOptions, CoreOptions):
-        pass
-else:
-
-    @dataclass
-    class PaddingFreeOptions(*classes_of("options", "Options"), CoreOptions):
-        """
-        Options of padding-free training, shared by all trainers and described by the help text of each field. A value
-        that its type does not allow raises a `ValueError`.
-
-        >>> from dataclasses import dataclass
-        >>> from trl import DPOConfig
-        >>> from trl_paddingfree import PaddingFreeOptions
-        >>> @dataclass
-        ... class OwnConfig(PaddingFreeOptions, DPOConfig):
-        ...     pass
-        >>> config = OwnConfig(output_dir="out", bf16=False, report_to="none", memory_budget=20)
-        >>> config.memory_budget, config.beta
-        (20.0, 0.1)
-        """
 
 
 @dataclass

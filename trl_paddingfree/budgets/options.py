@@ -1,0 +1,46 @@
+"""The options of budgets of tokens and of memory."""
+
+from dataclasses import dataclass
+
+from ..core.trainers.options import CoreOptions, option
+
+
+@dataclass
+class Options(CoreOptions):
+    """What the options of the trainers have for them."""
+
+    max_tokens_per_micro_batch: int | None = option(
+        None,
+        "Most tokens to compute at once. A larger micro-batch runs in as many parts as needed, and a part, a row or a "
+        "group of rows that is still larger in slices, one after another, with the same loss and gradients. All but "
+        "the last slice are computed once more in the backward pass, whatever `gradient_checkpointing` says.",
+    )
+    memory_budget: float | str | None = option(
+        None,
+        "GiB that training may use on each device; 'auto': what other processes leave of it, less a tenth. With it "
+        "each micro-batch recomputes the activations of only as many layers as it must, and one that does not fit even "
+        "so runs in parts, or in slices, with the same loss and gradients. `gradient_checkpointing` is then not read. "
+        "Without it, activations are kept or recomputed as TRL does it.",
+    )
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether steps keep within a budget of memory or of tokens."""
+        return self.memory_budget is not None or self.max_tokens_per_micro_batch is not None
+
+    def check_values(self) -> None:
+        super().check_values()
+        self.memory_budget = _checked(self.memory_budget)
+
+
+def _checked(budget: float | str | None) -> float | str | None:
+    """`memory_budget` as a number, `"auto"` or `None`; a command line gives numbers as strings."""
+    if budget is None or budget == "auto":
+        return budget
+    try:
+        gib = 0.0 if isinstance(budget, bool) else float(budget)
+    except (TypeError, ValueError):
+        gib = 0.0
+    if not 0 < gib < float("inf"):
+        raise ValueError(f"`memory_budget={budget!r}` must be a positive number of GiB, 'auto', or left out.")
+    return gib

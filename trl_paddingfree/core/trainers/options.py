@@ -1,0 +1,41 @@
+"""The options of the core, and how those of a capability join them: `configs.py` has the configurations with all."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..model.attention import BackendName
+
+SHARING = "Whether to compute a prefix once if several rows of a micro-batch start with it."
+
+
+def option(default: object, meaning: str) -> Any:
+    """
+    A dataclass field that the command line offers as an option, with a help text. Its annotation defines what is valid:
+    `bool` allows `True` and `False`, `int` whole numbers of at least 1, and `None` and the words of a `Literal`
+    themselves. Other types are left to `check_values`.
+    """
+    return field(default=default, metadata={"help": meaning})
+
+
+@dataclass
+class CoreOptions:
+    """
+    The options of text SFT and DPO. A capability adds its own by an `options.py` with a dataclass `Options` that
+    derives from this one: those that come last in the order of capabilities come first among the options.
+    """
+
+    padding_free: bool = option(
+        True,
+        "Whether to compute real tokens only. If `False`, the trainer pads as TRL's does, and differs from it in "
+        "checkpoints only: half-written ones are refused, and weights are loaded by name.",
+    )
+    prefix_sharing: bool = option(True, SHARING)
+    flat_attention: Literal["auto", BackendName] = option(
+        "auto",
+        "How attention is computed over flat batches. 'auto' takes the fastest way for the model, its "
+        "`attn_implementation`, device and dtype that the start-up check finds exact; the name of a backend asks for "
+        "it, which is then used or refused.",
+    )
+
+    def check_values(self) -> None:
+        """Refuse invalid values that annotations cannot tell, and convert those that a command line gives."""
