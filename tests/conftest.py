@@ -11,6 +11,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["TRL_PADDINGFREE_CACHE"] = "off"  # tests change what a key cannot see
 os.environ["OMP_NUM_THREADS"] = "1"  # models this small only wait for further threads, and longer on a busy machine
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # DeepSpeed compiles with ninja
 

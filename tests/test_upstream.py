@@ -41,6 +41,8 @@ PRIVATE = {
     "torch:Tensor._backward_hooks": None,
     "torch:Tensor._post_accumulate_grad_hooks": None,
     "torch:_dynamo": None,
+    "torch.nn.modules.module:_global_forward_hooks": None,
+    "torch.nn.modules.module:_global_forward_pre_hooks": None,
     "transformers:PreTrainedConfig._attn_implementation": None,
     "transformers.modeling_flash_attention_utils:_flash_attention_forward": "query_states key_states value_states "
     "attention_mask query_length is_causal softmax_scale sliding_window softcap dropout use_top_left_mask target_dtype "

@@ -339,6 +339,14 @@ def test_dpo_trains_and_saves_a_model(tmp_path, pairs_file, model_dir):
     options += f" --report_to none --save_strategy no --config {config} --num_processes 1"
     result = finished([sys.executable, "-m", "trl_paddingfree", "dpo", *options.split(), *ON_CPU], 300)
     assert "Trained by padding-free (segment, shared prefixes)" in result.stdout
+    rows = (
+        "mean loss of the run",
+        "tokens computed",
+        "with padding, these would be",
+        "share computed",
+        "fewest possible",
+    )
+    assert all(row in result.stdout for row in rows)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
     assert result.stderr.count("Padding-free, segment: sdpa over segments of like shape, shared prefixes: exact") == 1
     for noise in ("FutureWarning", "temporarily unavailable", "Traceback", "gemm_4bit", "had defaults used instead"):

@@ -2,11 +2,13 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
+from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.architectures import tiny_model
@@ -14,6 +16,7 @@ from tests.helpers.tiny import make_tokenizer
 from tests.runs import run
 from trl_paddingfree import BatchCounts
 from trl_paddingfree.budgets.features import KEYS, PAIRS
+from trl_paddingfree.cli import memory
 from trl_paddingfree.cli.main import main
 from trl_paddingfree.cli.memory import features_by_layout, memory_report, model_config, step_units, training_needs
 
@@ -79,6 +82,14 @@ def test_more_memory_holds_more_and_recomputes_less():
         assert 1 <= small[layout]["speed_up"] <= large[layout]["speed_up"] == pytest.approx(4 / 3)
         assert small[layout]["recomputed_gib"] < small[layout]["kept_gib"]
     assert small["shared"]["kept_gib"] < small["padding_free"]["kept_gib"] < small["padded"]["kept_gib"]
+
+
+def test_a_bar_shows_what_is_predicted(monkeypatch, capsys):
+    monkeypatch.setattr(memory, "tqdm", partial(tqdm, disable=False))
+    memory.memory_report("dpo", {2: [BatchCounts(60, 80, 100, 58)]}, "tiny", "lora", None)
+    said = capsys.readouterr().err
+    assert "Memory of tiny" in said
+    assert "making layers with random weights" in said
 
 
 def test_inspect_predicts_memory(inspected, pairs_file, capsys, model_dir):

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from datasets.utils import tqdm
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AttentionInterface,
@@ -188,9 +189,13 @@ def memory_report(
     task: str, batches: Mapping[int, Sequence[BatchCounts]], model: str, tuning: str, memory_gib: float | None
 ) -> dict[str, Any]:
     """Memory of the largest batch of each size, by layout; with `memory_gib` also what fits and what a budget gains."""
-    needs, units = training_needs(model_config(model), tuning, task in _WITH_REFERENCE), step_units(task, tuning)
-    sizes = []
+    units, sizes = step_units(task, tuning), []
+    steps = tqdm(desc=f"Memory of {model}", total=1 + len(batches), leave=False)
+    steps.set_postfix_str("making layers with random weights, and counting what they keep")
+    needs = training_needs(model_config(model), tuning, task in _WITH_REFERENCE)
     for batch_size, counts in batches.items():
+        steps.update()
+        steps.set_postfix_str(f"batches of {batch_size}")
         row = {}
         for layout, every in features_by_layout(counts).items():
             largest = every[every[:, TOKENS].argmax()]
@@ -205,6 +210,7 @@ def memory_report(
             if memory_gib is not None:
                 row[layout] |= _within(int(memory_gib * GIB), needs, every, largest / batch_size, units)
         sizes.append({"batch_size": batch_size, **row})
+    steps.close()
     return {"model": model, "tuning": tuning, "memory_gib": memory_gib, "fixed_gib": needs.fixed / GIB, "sizes": sizes}
 
 

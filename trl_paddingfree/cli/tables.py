@@ -125,16 +125,16 @@ def summarize(trainer: Any, metrics: dict[str, float], seconds: float) -> None:
     figures = {
         "time": f"{seconds:.1f} s",
         "optimizer steps": f"{trainer.state.global_step}",
-        "final loss": f"{metrics['train_loss']:.4f} (mean over the run)",
+        "mean loss of the run": f"{metrics['train_loss']:.4f}",
         f"{trainer.sample_unit} per second": (
             f"{metrics['train_samples_per_second'] * metrics['train_runtime'] / seconds:.2f}"
         ),
         "real tokens per second": f"{counts.real / seconds:,.0f}",
         "tokens computed": f"{counts.computed:,}",
-        "slots of the padded batches": f"{counts.padded:,}",
-        "computed, of padded": f"{counts.computed / max(counts.padded, 1):.1%}",
+        "with padding, these would be": f"{counts.padded:,}",
+        "share computed": f"{counts.computed / max(counts.padded, 1):.1%}",
         memory.name: f"{memory.highest / GIB:.2f} GiB",
     }
     if counts.distinct:
-        figures["computed, of distinct tokens"] = f"{counts.computed / counts.distinct:.1%}"
+        figures["fewest possible, each prefix once"] = f"{counts.distinct:,}"
     Console().print(table(f"Trained by {trainer.method}", ["", ""], figures.items(), show_header=False))

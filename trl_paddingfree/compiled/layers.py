@@ -108,6 +108,7 @@ def compiled(flat_model: FlatModel, options: CompilerOptions) -> Variation:
         options="`torch_compile`",
         vary=compiling,
         narrows=False,  # narrowed windows would be compiled separately
+        lasts=False,  # another compiler may compile otherwise
     )
 
 

@@ -179,6 +179,12 @@ def gradient_hooks(owner: torch.Tensor | torch.nn.Module) -> list[Callable]:
     return [hook for name in places for hook in (getattr(owner, name, None) or {}).values()]
 
 
+def global_hooks() -> list[Callable]:
+    """The hooks that PyTorch runs before and after the forward of every module."""
+    module = torch.nn.modules.module
+    return [*module._global_forward_pre_hooks.values(), *module._global_forward_hooks.values()]
+
+
 def process_store() -> torch.distributed.Store:
     """The store of the default process group. It needs no collective."""
     return torch.distributed.distributed_c10d._get_default_store()

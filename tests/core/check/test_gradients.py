@@ -4,7 +4,6 @@ import copy
 import itertools
 import re
 import threading
-import time
 from functools import partial
 
 import pytest
@@ -19,7 +18,6 @@ from tests.helpers.tiny import DTYPES, REENTRANT, SEED, SHARING, make_model
 from trl_paddingfree.core.check import training
 from trl_paddingfree.core.check.gradients import RowsInTraining, check_gradients
 from trl_paddingfree.core.check.probe import rounding_unit
-from trl_paddingfree.core.check.progress import announced_after
 from trl_paddingfree.core.check.prove import UnprovenModelError, check_flat, prove
 from trl_paddingfree.core.check.training import as_in_training, moved_off_zero
 from trl_paddingfree.core.flat.batch import FlatBatch
@@ -408,18 +406,6 @@ def test_a_process_that_fails_while_others_wait_for_its_weights_raises_unless_al
     for thread in threads:
         thread.join()
     assert len(raised) == (number == 1)
-
-
-def test_a_check_that_takes_long_says_what_it_does_from_then_on():
-    said = []
-    with announced_after(0.05, said.append) as progress:
-        progress("the first thing")
-        time.sleep(0.5)
-        progress("the second")
-    assert said == ["the first thing", "the second"]
-    with announced_after(60.0, said.append) as progress:  # the next check is not long because the last one was
-        progress("the first thing again")
-    assert len(said) == 2
 
 
 def test_adapters_move_off_zero_where_autocast_has_kept_them_as_they_were():

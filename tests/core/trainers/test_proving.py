@@ -1,6 +1,7 @@
 """The start-up check as trainers run it."""
 
 import re
+from functools import partial
 
 import pytest
 from accelerate import Accelerator, DistributedType
@@ -11,6 +12,7 @@ from tests.helpers.reference_flash import reference_flash
 from tests.helpers.tiny import arguments
 from tests.helpers.vision import on_vision_data
 from tests.runs import make_trainer
+from trl_paddingfree.core.check import progress
 from trl_paddingfree.core.check.prove import UnprovenModelError
 from trl_paddingfree.core.model.routes import Route
 from trl_paddingfree.core.trainers.configs import PaddingFreeOptions
@@ -121,3 +123,15 @@ def test_liger_kernels_are_there_when_the_model_is_proven(monkeypatch):
     make_trainer("dpo", "ours")
     with pytest.raises(UnprovenModelError):
         make_trainer("dpo", "ours", use_liger_kernel=True)
+
+
+def test_a_bar_shows_what_the_check_does_unless_bars_are_off(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "tqdm", partial(progress.tqdm, disable=False))  # the variable is read on import
+    make_trainer("dpo", "ours", disable_tqdm=False, max_tokens_per_micro_batch=60)
+    said = capsys.readouterr().err
+    assert "Checking LlamaForCausalLM: padding-free against single rows" in said
+    assert "4/4" in said
+    assert "gradients of long flat rows" in said
+    assert "Checking LlamaForCausalLM: slices within the budget" in said
+    make_trainer("dpo", "ours", disable_tqdm=True)
+    assert "Checking" not in capsys.readouterr().err

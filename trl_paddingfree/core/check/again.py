@@ -22,6 +22,7 @@ class Variation:
     options: str
     vary: Vary
     narrows: bool = True  # whether windows shorter than the rows are tried
+    lasts: bool = True  # whether a verdict may be remembered
     serves: Callable[[FlatModel], bool] = lambda flat_model: True  # whether a model is ever computed this way
 
 

@@ -274,7 +274,7 @@ class RowsInTraining:
         missing = 0 if is_whole else -sum(n for _, n in cuts) % _MULTIPLE
         cuts += [(0, n) for n in (missing // 2, missing - missing // 2) if n > 1]
         scored = [2 * (i % copies * number + i) for i in range(number)]
-        tried = Tried(len(cuts), self.length, sum(n for _, n in cuts))
+        length, shares = sum(n for _, n in cuts), False
         where = f"a flat row of more than {limit} tokens"
         verdicts, notes = list[Verdict](), self.notes[:0]
         is_low = self.unit > torch.finfo(torch.float32).eps
@@ -300,6 +300,10 @@ class RowsInTraining:
                     log_probs = self.answers(inputs).double().cpu()
             else:
                 log_probs, index = found.log_probs, inputs["flat_batch"].row_index.cpu()
+            # Padded calls are laid out anew, and share what these rows have in common: then answers are compared alone
+            if found is not None and (shares := found.at_tokens.size(1) < length):
+                found = None
+            if found is not None:
                 alone = dict(zip(scored, self.alone.at_tokens, strict=True))
                 if failure := _wrong_tokens(found.at_tokens, alone, index, scored):
                     return Verdict(failure=f"{failure}, in {where}")
@@ -311,7 +315,7 @@ class RowsInTraining:
             if not verdicts[-1].passed:
                 return Verdict(failure=f"{where} is wrong by {verdicts[-1].error:.1e}")
             if found is not None:
-                found = found._replace(at_tokens=found.at_tokens[0, index[scored]])
+                found = Pass(log_probs, found.at_tokens[0, index[scored]], found.of_weights)
                 verdicts += [
                     replace(verdict, worst=f"{verdict.worst}, in {where},")
                     for verdict in (
@@ -319,6 +323,7 @@ class RowsInTraining:
                         self._beside(Pass.of_parameters, self.alone, found, of_parameters=True),
                     )
                 ]
+        tried = None if shares else Tried(len(cuts), self.length, length)
         if is_random:
             return Verdict(skipped="it draws at random", tried=tried)
         return replace(_worst(verdicts), notes=notes, tried=tried)

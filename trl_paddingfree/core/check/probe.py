@@ -103,9 +103,9 @@ def tried_tokens(model: PreTrainedModel) -> np.ndarray:
     embeddings: Any = model.get_input_embeddings()
     unlike = [vars(embeddings).get("padding_idx"), *map(vars(model.config).get, _PLACEHOLDERS)]
     ids = np.arange(model.config.get_text_config().vocab_size)
-    weight = vars(embeddings).get("_parameters", {}).get("weight")
+    weight = getattr(embeddings, "weight", None)
     # All processes must draw alike, and see only their own part of a sharded weight
-    if weight is not None and local_part(weight) is weight and weight.ndim == 2 and weight.dtype.itemsize > 1:
+    if torch.is_tensor(weight) and local_part(weight) is weight and weight.ndim == 2 and weight.dtype.itemsize > 1:
         largest = torch.linalg.vector_norm(weight.detach(), torch.inf, dim=1)  # of each token
         unlike += (~largest.isfinite()).nonzero().flatten().tolist()
     kept = ids[~np.isin(ids, [x for x in unlike if x is not None])]

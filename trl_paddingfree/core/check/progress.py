@@ -1,33 +1,32 @@
-"""Messages for users who wait for a check."""
+"""A progress bar for users who wait for a check."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Event, Timer
 
-from .prove import Tell
+from tqdm.auto import tqdm
+
+from .prove import STEPS, Tell
 
 
 @contextmanager
-def announced_after(seconds: float, say: Tell) -> Iterator[Tell]:
+def shown(what: str, is_shown: bool = True, steps: int = STEPS) -> Iterator[Tell]:
     """
-    Within this context, a check runs. Yields a function to tell its steps: after `seconds`, `say` announces the current
-    one and all later ones.
+    Within this context, a check runs, and a bar shows `what` it does. Yields a function to tell each step before it
+    starts. Further routes take as many steps again.
     """
-    is_long, steps = Event(), [""]
+    silent = {} if is_shown else {"disable": True}  # by default, as `TQDM_DISABLE` says
+    with tqdm(desc=f"Checking {what}", total=steps, **silent) as bar:
+        told = 0
 
-    def begin():
-        is_long.set()
-        say(steps[-1])
+        def tell(doing: str) -> None:
+            nonlocal told
+            if told:
+                bar.update()
+            if told == bar.total:
+                bar.total += steps
+            told += 1
+            bar.set_postfix_str(doing)
 
-    def tell(doing):
-        steps.append(doing)
-        if is_long.is_set():
-            say(doing)
-
-    timer = Timer(seconds, begin)
-    timer.daemon = True
-    timer.start()
-    try:
         yield tell
-    finally:
-        timer.cancel()
+        bar.total = bar.n = max(told, 1)
+        bar.set_postfix_str("")

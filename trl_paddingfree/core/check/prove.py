@@ -38,6 +38,7 @@ DRAWS_IN_LOW_PRECISION = 3
 
 Agree = Callable[[bool], bool]  # tells whether a verdict is true on all processes
 Tell = Callable[[str], None]  # gets each step of the check, in words, before it starts
+STEPS = 4  # that are told for each route: rows alone and flat, short ones and long ones
 
 
 @dataclass(frozen=True)
@@ -252,6 +253,30 @@ def draws_of(model: PreTrainedModel) -> int:
     return 1 if rounding_unit(model) <= torch.finfo(torch.float32).eps else DRAWS_IN_LOW_PRECISION
 
 
+def _told(
+    tell: Tell,
+    route: str,
+    draw: int,
+    reference: Callable[[int], RowsAlone],
+    in_training: Callable[[int], RowsInTraining],
+    trains: bool,
+) -> tuple[RowsAlone, InTraining]:
+    """The reference for answers, and a function that returns that for gradients. Steps are told before they start."""
+    what = "gradients of " * trains
+
+    def trained() -> RowsInTraining:
+        tell(f"{route}: {what}long single rows")
+        found = in_training(draw)
+        tell(f"{route}: {what}long flat rows")
+        return found
+
+    tell(f"{route}: single rows")
+    alone = reference(draw)
+    refuse_infinite(alone.model, alone)
+    tell(f"{route}: flat rows")
+    return alone, trained
+
+
 def prove(
     model: PreTrainedModel,
     route: Route,
@@ -293,10 +318,8 @@ def prove(
     for candidate in routes_to_try(model, route, fallback=fallback) if routes is None else routes:
         for draw in range(draws):
             again = f" (draw {draw + 1} of at most {draws})" if draw else ""
-            tell(f"{candidate}: short rows alone and flat, then {'gradients of ' * trains}long ones{again}")
-            refuse_infinite(model, reference(draw))
-            trained = None if no_gradients else partial(in_training, draw)
-            result = check_flat(model, candidate, reference(draw), trained, agree)
+            alone, trained = _told(tell, f"{candidate}{again}", draw, reference, in_training, trains)
+            result = check_flat(model, candidate, alone, None if no_gradients else trained, agree)
             if agree(result.passed):
                 return replace(result, gradients=Verdict(skipped=no_gradients)) if no_gradients else result, failed
             if result.gradients and result.gradients.unmendable:

@@ -293,6 +293,8 @@ class FlatTrainer(Trainer):
         super()._save_rng_state(output_dir)  # makes the folder, and runs in every process
         if self.flat.planner is not None:
             self.flat.planner.save(output_dir)
+        if self.args.should_save and not self.flat.pads:
+            self.flat.check.remembered.save(output_dir)
         # The trainer state, written next, marks a checkpoint as complete: all processes must have written their files
         self.accelerator.wait_for_everyone()
 

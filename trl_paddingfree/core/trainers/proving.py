@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
+from zlib import crc32
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -14,8 +15,11 @@ from transformers.utils import logging
 
 from .. import upstream
 from ..check.again import Variation, prove_again
-from ..check.progress import announced_after
+from ..check.fingerprint import fingerprint
+from ..check.probe import compute_dtype, rounding_unit
+from ..check.progress import shown
 from ..check.prove import CheckResult, UnprovenModelError, prove
+from ..check.remembered import VARIABLE, Record, Remembered
 from ..check.training import OthersWaitError, raise_if_weights_are_awaited
 from ..model.flat_model import ATTRIBUTE, FlatModel
 from ..model.forward import is_pooled
@@ -29,8 +33,6 @@ logger = logging.get_logger(__name__)
 
 Models: TypeAlias = Sequence[torch.nn.Module]  # the trained one first, wrapped or not
 
-# Seconds after which the check reports its progress
-_PATIENCE = 2.0
 # Gathered in place of a verdict, 0 or 1, from a process whose check has raised an error
 _ERROR = -1
 
@@ -72,6 +74,10 @@ class StartUpCheck:
     trained: PreTrainedModel | None = None  # the only model that needs gradients
     # Models whose weights an engine has yet to place, including the trained one: each is proven when first called
     unproven: list[PreTrainedModel] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.remembered = Remembered(self.args.output_dir)
+        self.days: list[str] = []  # on which each model was checked; empty for this time
 
     def say(self, message: str) -> None:
         if self.accelerator.is_main_process:
@@ -131,11 +137,8 @@ class StartUpCheck:
     def prove_all(self, models: Models) -> Route:
         """Prove all models, and return the route of the first. If one cannot share prefixes, none does."""
         start = time.perf_counter()
-
-        def say(doing):
-            self.say(f"The start-up check runs. {doing}.")
-
-        with announced_after(_PATIENCE, say) as self.progress, self.failing_together(models):
+        self.days.clear()
+        with self.failing_together(models):
             results = self._results_of(models)
         seconds, said = time.perf_counter() - start, [proof.said for proof in self.proofs if proof.said]
         missing = dict.fromkeys(gap for result in results for gap in result.not_compared)
@@ -143,7 +146,10 @@ class StartUpCheck:
         if missing:
             verdict += f", as far as it was compared: {'; '.join(missing)}"
         found = ", ".join([verdict, *said])
-        self.say(f"Padding-free, {results[0].route}: {found} (checked in {seconds:.1f} s).")
+        how = f"checked in {seconds:.1f} s"
+        if all(self.days):
+            how = f"remembered from {max(self.days)}; `{VARIABLE}=off` checks again"
+        self.say(f"Padding-free, {results[0].route}: {found} ({how}).")
         logger.info(f"The start-up check: {results[0]}.")
         if description := mixers().describe(self.base_of(models[0])):
             self.say(description)
@@ -159,7 +165,14 @@ class StartUpCheck:
             trains = base is self.trained
             skipped = self._why_no_gradients(model) if trains else "it does not train"
             with self.in_precision():
-                result = prove_again(base, model, vary=vary, skipped=skipped, agree=self.all_agree)
+                key = self._key(base, model, flat_model.route, vary.name, skipped) if vary.lasts else ""
+                record = self._recalled(key)
+                if record is not None and record.verdict is not None:
+                    result = record.verdict
+                else:
+                    with shown(f"{type(base).__name__}: {vary.name.lower()}", self._shows, steps=1):
+                        result = prove_again(base, model, vary=vary, skipped=skipped, agree=self.all_agree)
+                    self.remembered.keep(key, verdict=result)
             if trains:
                 self.say(f"{vary.name}: {result.extent} ({result}).")
 
@@ -185,21 +198,57 @@ class StartUpCheck:
         wanted = self.args.gradient_checkpointing or self.options.memory_budget is not None
         recomputes = learns and wanted and base.supports_gradient_checkpointing
         kwargs = vars(self.args)["gradient_checkpointing_kwargs"]
+        routes = self.routes(base, route, fallback=self.options.flat_attention == "auto")
+        no_gradients = self._why_no_gradients(model) if trains else ""
         with self.in_precision(), upstream.checkpointing(base, kwargs) if recomputes else nullcontext():
-            result, failed = prove(
-                base,
-                route,
-                routes=self.routes(base, route, fallback=self.options.flat_attention == "auto"),
-                call=model,
-                agree=self.all_agree,
-                trains=trains,
-                no_gradients=self._why_no_gradients(model) if trains else "",
-                tell=lambda doing: self.progress(f"{type(base).__name__}, {doing}"),
-            )
+            key = self._key(base, model, route, repr(routes), trains, no_gradients, recomputes and repr(kwargs))
+            record = self._recalled(key)
+            self.days.append(record.day if record else "")
+            if record is not None:
+                result, *failed = record.results
+                FlatModel.install(base, result.route)
+            else:
+                with shown(f"{type(base).__name__}: padding-free against single rows", self._shows) as tell:
+                    result, failed = prove(
+                        base,
+                        route,
+                        routes=routes,
+                        call=model,
+                        agree=self.all_agree,
+                        trains=trains,
+                        no_gradients=no_gradients,
+                        tell=tell,
+                    )
+                self.remembered.keep(key, [result, *failed])
         if failed:
             listed = "".join(f"\n    {other}" for other in failed)
             self.say(f"{type(base).__name__} trains as «{result}», because the start-up check failed as{listed}")
         return result
+
+    @property
+    def _shows(self) -> bool:
+        return self.accelerator.is_main_process and not self.args.disable_tqdm
+
+    def _key(self, base: PreTrainedModel, model: torch.nn.Module, route: Route, *settings: object) -> str:
+        """The key of a verdict, see [`fingerprint`]; empty if there is none."""
+        if self.remembered.folder is None:
+            return ""
+        flat_model = vars(base).get(ATTRIBUTE)
+        shares = flat_model is not None and bool(flat_model.peers.name)
+        together = self.accelerator.distributed_type, repr(self.options) if shares else ""
+        precision = compute_dtype(base), rounding_unit(base)
+        try:
+            return fingerprint(base, model, route.loaded_with, repr(route), *precision, *together, *settings)
+        except Exception as error:  # anything may be in a model
+            logger.info(f"The verdict on {type(base).__name__} is not remembered: {type(error).__name__}: {error}.")
+            return ""
+
+    def _recalled(self, key: str) -> Record | None:
+        """What was found under a key, if all processes have found the same."""
+        record = self.remembered.recall(key)
+        routes = "" if record is None else repr([result.route for result in record.results])
+        found = self._gathered(crc32(routes.encode()))
+        return record if found.all() and (found == found[0]).all() else None
 
     def _why_no_gradients(self, model: torch.nn.Module) -> str:
         """Why an engine cannot compute gradients of a model before training; empty if it can, or without an engine."""
@@ -215,13 +264,14 @@ class StartUpCheck:
 
     def all_agree(self, verdict: bool) -> bool:
         """Whether the verdict is positive on all processes, which have to take the same route."""
-        verdicts = self._gathered(verdict)
-        if (verdicts == _ERROR).any():
-            raise _FailedElsewhereError("The start-up check failed on another process, whose message says why.")
-        return bool(verdicts.all())
+        return bool(self._gathered(verdict).all())
 
-    def _gathered(self, verdict: int) -> torch.Tensor:
-        return gather(torch.tensor([int(verdict)], device=self.accelerator.device))
+    def _gathered(self, said: int) -> torch.Tensor:
+        """What all processes say. Raises if the check of another one has raised an error, and says so."""
+        found = gather(torch.tensor([int(said)], device=self.accelerator.device))
+        if said != _ERROR and (found == _ERROR).any():
+            raise _FailedElsewhereError("The start-up check failed on another process, whose message says why.")
+        return found
 
     @contextmanager
     def failing_together(self, models: Models) -> Iterator[None]:

@@ -1,0 +1,285 @@
+"""Verdicts that are remembered: a restart takes none of the check, and whatever has changed since is checked again."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import get_peft_model
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from tests.core.check.test_mutations import leak
+from tests.helpers.architectures import tiny_model, with_head
+from tests.helpers.tiny import arguments, lora, make_model
+from tests.runs import make_trainer, run
+from trl_paddingfree import UnprovenModelError
+from trl_paddingfree.core.check import fingerprint, remembered
+from trl_paddingfree.core.check.remembered import BESIDE, VARIABLE, cache_folder
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def key(model, call=None, *settings):
+    return fingerprint.fingerprint(model, model if call is None else call, "sdpa", *settings)
+
+
+def lines(caplog):
+    found = [message for message in caplog.messages if message.startswith(("Padding-free", "Slices"))]
+    caplog.clear()
+    return found
+
+
+def leaky(forward):
+    def wrong(self, states):
+        output = forward(self, states)
+        return leak(output) if states.size(0) == 1 and states.size(1) > 20 else output
+
+    return wrong
+
+
+# --- What passed is remembered -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", ["dpo", "reward"])
+def test_a_second_start_computes_nothing_and_takes_the_same_route(task, folder, caplog, monkeypatch):
+    budget = {"max_tokens_per_micro_batch": 60}
+    first = make_trainer(task, "ours", **budget)
+    assert "(checked in" in lines(caplog)[0]
+    assert len([*folder.glob("*.json")]) == 2  # rows, and slices
+    for name in ("prove", "prove_again"):
+        monkeypatch.setattr(f"trl_paddingfree.core.trainers.proving.{name}", None)
+    second = make_trainer(task, "ours", **budget)
+    assert first.flat.route == second.flat.route
+    said = lines(caplog)
+    assert "exact on up to" in said[0]
+    assert "remembered from 20" in said[0]
+    assert f"`{VARIABLE}=off` checks again" in said[0]
+    assert said[1].startswith("Slices within the budget: exact on up to")
+
+
+def test_a_run_from_a_remembered_verdict_is_the_same_run(folder):
+    checked, recalled = (run("dpo", "shared") for _ in range(2))
+    assert checked.losses == recalled.losses
+    assert all(torch.equal(weight, recalled.weights[name]) for name, weight in checked.weights.items())
+
+
+def key_with_adapters():
+    model = get_peft_model(make_model(), lora())
+    return key(model.get_base_model(), model)
+
+
+def test_processes_have_the_same_key_whatever_their_hashes_are():
+    code = "from tests.core.check.test_remembered import key_with_adapters; print(key_with_adapters())"
+    command, keys = [sys.executable, "-c", code], set()
+    for seed in "12":
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        keys.add(subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    (found,) = keys
+    assert len(found.strip()) == 64
+
+
+def test_a_checkpoint_brings_the_verdict_to_a_machine_with_another_cache(folder, tmp_path, monkeypatch, caplog):
+    options = {"output_dir": str(tmp_path / "out"), "save_strategy": "steps", "save_steps": 1, "steps": 1}
+    run("dpo", "ours", **options)
+    (kept,) = (tmp_path / "out").glob(f"checkpoint-1/{BESIDE}")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "another"))
+    lines(caplog)
+    make_trainer("dpo", "ours", **options)
+    assert "remembered from" in lines(caplog)[0]
+    kept.write_text("[]")
+    make_trainer("dpo", "ours", **options)
+    assert "checked in" in lines(caplog)[0]
+
+
+def test_processes_that_remember_different_verdicts_check_again(folder, monkeypatch, caplog):
+    check = make_trainer("dpo", "ours").flat.check
+    (name,) = check.remembered.of_run
+    assert check._recalled(name) is not None
+    gathered = check._gathered
+    monkeypatch.setattr(check, "_gathered", lambda found: torch.cat([gathered(found), torch.tensor([0])]))
+    assert check._recalled(name) is None
+
+
+# --- What has changed is checked again -----------------------------------------------------------------------------
+
+
+def hook(patch, model):
+    model.model.layers[0].mlp.register_forward_hook(
+        lambda module, args, output: leak(output) if output.size(0) == 1 and output.size(1) > 20 else output
+    )
+
+
+def own_forward(patch, model):
+    mlp = model.model.layers[0].mlp
+    forward = mlp.forward
+    mlp.forward = lambda states: (
+        leak(forward(states)) if states.size(0) == 1 and states.size(1) > 20 else forward(states)
+    )
+
+
+def of_class(patch, model):
+    patch.setattr(LlamaMLP, "forward", leaky(LlamaMLP.forward))
+
+
+def called_function(patch, model):
+    silu = torch.nn.functional.silu
+
+    def wrong(states, inplace=False):
+        return leak(silu(states)) if states.size(0) == 1 and states.size(1) > 20 else silu(states)
+
+    patch.setattr(torch.nn.functional, "silu", wrong)
+
+
+def subclass(patch, model):
+    class Norm(LlamaRMSNorm):
+        forward = leaky(LlamaRMSNorm.forward)
+
+    model.model.norm.__class__ = Norm
+
+
+PLANTED = [hook, own_forward, of_class, called_function, subclass]
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+def test_a_leak_that_is_planted_after_a_verdict_was_kept_is_found(plant, folder, monkeypatch):
+    make_trainer("dpo", "ours", **arguments("dpo", False))
+    given = arguments("dpo", False)
+    plant(monkeypatch, given["model"])
+    with pytest.raises(UnprovenModelError):
+        make_trainer("dpo", "ours", **given, flat_attention="segment")
+
+
+def test_an_attention_function_under_the_same_name_is_another_one(monkeypatch):
+    def attend(*args, scale=1.0, **kwargs):
+        return sdpa_attention_forward(*args, **kwargs)
+
+    def other(*args, scale=2.0, **kwargs):
+        return sdpa_attention_forward(*args, **kwargs)
+
+    keys, model = [], with_head(tiny_model("llama"))
+    for function in (attend, other):
+        AttentionInterface.register("of_the_user", function)
+        keys.append(fingerprint.fingerprint(model, model, "of_the_user"))
+    assert keys[0] != keys[1]
+
+
+def with_adapters(model):
+    return get_peft_model(model, lora())
+
+
+def switched(model):
+    adapted = get_peft_model(model, lora())
+    adapted.add_adapter("other", lora())
+    adapted.set_adapter("other")
+    return adapted
+
+
+CHANGES = {
+    "dtype": lambda model: model.to(torch.bfloat16),
+    "one dtype": lambda model: model.model.norm.to(torch.bfloat16),
+    "adapters": with_adapters,
+    "setting": lambda model: setattr(model.config, "rms_norm_eps", 0.5),
+    "attribute": lambda model: setattr(model.model.layers[1].self_attn, "scaling", 0.5),
+    "frozen": lambda model: model.model.layers[0].requires_grad_(False),
+    "zero": lambda model: torch.nn.init.zeros_(model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)),
+    "buffer": lambda model: model.model.rotary_emb.inv_freq.mul_(2),
+    "hook on gradients": lambda model: model.lm_head.weight.register_hook(lambda gradient: 2 * gradient),
+    "hook on a module": lambda model: model.model.register_forward_pre_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_a_model_changes_its_key(change):
+    models = [with_head(make_model()) for _ in range(3)]
+    CHANGES[change](models[2])
+    keys = [key(model) for model in models]
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_switched_adapters_and_versions_change_the_key(monkeypatch):
+    model = switched(make_model())
+    before = key(model.get_base_model(), model)
+    model.set_adapter("default")
+    assert key(model.get_base_model(), model) != before
+    model.set_adapter("other")
+    model.train()  # the mode is no change, nor are values of what trains
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(1)
+    assert key(model.get_base_model(), model) == before
+    versions = fingerprint.package_versions()
+    monkeypatch.setattr(fingerprint, "package_versions", lambda: {**versions, "torch": "9.9"})
+    assert key(model.get_base_model(), model) != before
+
+
+def test_what_cannot_be_told_is_never_remembered(folder):
+    given = arguments("dpo", False)
+    given["model"].model.lock = type("Foreign", (), {"__slots__": ()})()
+    make_trainer("dpo", "ours", **given)
+    assert len([*folder.glob("*.json")]) == 1  # of the reference model
+
+
+# --- Files ----------------------------------------------------------------------------------------------------------
+
+
+BROKEN = ["", "[]", "null", "{", '{"day": 1}', "not", "\x00\xff", '{"results": [], "verdict": null, "day": ""}']
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_broken_or_foreign_file_is_checked_again_without_a_word(text, folder, caplog):
+    make_trainer("dpo", "ours")
+    (kept,) = folder.glob("*.json")
+    good = json.loads(kept.read_text())
+    kept.write_text(text, encoding="latin-1")
+    lines(caplog)
+    make_trainer("dpo", "ours")
+    (line,) = lines(caplog)
+    assert "checked in" in line
+    assert json.loads(kept.read_text()) == good
+    wrong = copy.deepcopy(good)
+    wrong["results"][0]["error"] = 1.0
+    kept.write_text(json.dumps(wrong))
+    make_trainer("dpo", "ours")
+    assert "checked in" in lines(caplog)[0]
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "file" / "cache"))
+    make_trainer("dpo", "ours")
+    assert "checked in" in lines(caplog)[0]
+
+
+def test_where_verdicts_are_kept(monkeypatch):
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert cache_folder() == Path("/caches/trl-paddingfree")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path.home() / ".cache" / "trl-paddingfree"
+    monkeypatch.setenv(VARIABLE, "off")
+    assert cache_folder() is None
+    assert remembered.Remembered().recall("key") is None
+
+
+def test_a_verdict_for_lack_of_memory_is_not_kept(folder, monkeypatch):
+    make_trainer("dpo", "ours")
+    (kept,) = folder.glob("*.json")
+    plain = json.loads(kept.read_text())
+    record = remembered.Record.read(plain)
+    kept.unlink()
+    failed = record.results[0].__class__(record.results[0].route, failure="OutOfMemoryError: no room")
+    remembered.Remembered().keep("key", [*record.results, failed])
+    assert not [*folder.glob("*.json")]
