@@ -10,8 +10,6 @@ from unittest import mock
 
 import torch
 
-from trl_paddingfree.recurrent import kernels
-
 # transformers' names of the functions for which it looks for a kernel, with the dimension of the tokens
 _FUNCTIONS = {
     "causal_conv1d_fn": 2,
@@ -71,6 +69,8 @@ def without_gradient_of_state(scan):
 @contextmanager
 def reference_state_kernels(model):
     """Within this context, `model` has kernels that keep the segments of a flat row apart."""
+    from trl_paddingfree.recurrent import kernels  # a folder that may be deleted: others than its tests come here, too
+
     module = sys.modules[type(model.get_decoder()).__module__]
     with mock.patch.object(kernels, "is_installed", return_value=True), ExitStack() as patches:
         for name, dim in _FUNCTIONS.items():
