@@ -11,6 +11,7 @@ from datasets import LargeList, List, Value
 from pyarrow import types
 
 from ..core.data.lengths import AnyDataset, Example, has_known_lengths, tables_of
+from ..core.data.messages import message_problem
 from ..core.data.task import Task
 
 FIX = "Correct the row, or leave it out with `dataset.filter`."
@@ -73,29 +74,6 @@ def _problem(value: object, holds: str) -> str:
     if isinstance(value, str):
         return f"{short(value)}, a string" if holds == _MESSAGES else ""
     return short(value) if holds == _TEXT else message_problem(value)
-
-
-def message_problem(text: object) -> str:
-    """Why `text` is neither a string nor a list of messages; empty if it is one."""
-    if isinstance(text, str):
-        return ""
-    if not isinstance(text, list):
-        return short(text)
-    if not text:
-        return "an empty list"
-    for message in text:
-        if not isinstance(message, dict) or "role" not in message:
-            return f"a list with {short(message)}, which has no role"
-        if not isinstance(message["role"], str):
-            return f"a list with a message whose role is {short(message['role'])}"
-        if not isinstance(message.get("content"), str | list) and not has_other_content(message):
-            return f"a list with a message whose content is {short(message.get('content'))}"
-    return ""
-
-
-def has_other_content(message: Example) -> bool:
-    """Whether a message has no content but something else, such as tool calls."""
-    return message.get("content") is None and any(v for k, v in message.items() if k not in ("role", "content"))
 
 
 def _suspects(dataset: Any, column: str, holds: str) -> Iterator[tuple[int, Any]]:
