@@ -30,7 +30,7 @@ padding_free = trl_paddingfree.padding_free  # the function itself: the name is 
 
 
 def data_of(name: str, split: str):
-    """Rows of Python's documentation in place of a data set of the examples, as many as the steps take."""
+    """Rows of Python's documentation in place of a dataset of the examples, as many as the steps take."""
     if "ultrafeedback" in name:
         return preference_data().select(range(STEPS * BATCH))
     data = instruction_data().select(range(STEPS * BATCH))

@@ -85,7 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="SOURCE",
         help="files of lengths, or 'equal:N', 'uniform:LOW-HIGH' and, for sft, 'like:p3' to generate lengths",
     )
-    rows.add_argument("--dataset", nargs="+", default=[], metavar="NAME", help="data sets: hub ids or JSON files")
+    rows.add_argument("--dataset", nargs="+", default=[], metavar="NAME", help="datasets: hub ids or JSON files")
     rows.add_argument(
         "--one-sample-per-turn",
         action="store_true",

@@ -1,4 +1,4 @@
-"""Rows to measure on: lengths with random tokens, or the rows of a data set.
+"""Rows to measure on: lengths with random tokens, or the rows of a dataset.
 
 Random tokens make no difference to the time, only lengths and what is shared do; the prompt of a pair is the same in
 its chosen and its rejected row.
@@ -120,7 +120,7 @@ def make_rows(
 
 def dataset_rows(task: str, name: str, tokenizer: str, max_length: int, per_turn: bool = False) -> Rows:
     """
-    The rows that TRL's trainer makes of a data set: a hub name, of which the split "train" is taken, folder, or file.
+    The rows that TRL's trainer makes of a dataset: a hub name, of which the split "train" is taken, folder, or file.
 
     For SFT, conversations can be cut into one sample per assistant turn. Samples of a conversation then share batches.
     """

@@ -71,7 +71,7 @@ def test_a_router_loss_beside_reentrant_recomputation_is_refused(tokenizer, budg
 
 @pytest.mark.parametrize("budget", [10**6, "24e9"], ids=["of a cluster", "in bytes"])
 def test_more_than_the_machine_has_is_refused_before_a_model_is_loaded(budget):
-    with pytest.raises(ValueError, match=r"`memory_budget=.*` is in GiB, and more than the \d+\.\d GiB of cpu"):
+    with pytest.raises(ValueError, match=r"`memory_budget=.*` is in GiB, and more than this machine's \d+\.\d GiB"):
         budgeted("sft", "a-model/that-is-not-there", conversations(8, SEED), memory_budget=budget)
 
 

@@ -24,7 +24,7 @@ def messages(roles, content="w1"):
 
 
 def prepared(dataset, tokenizer, max_length=None):
-    """The rows that TRL makes of a data set, as `(input_ids, labels)`."""
+    """The rows that TRL makes of a dataset, as `(input_ids, labels)`."""
     rows = SFT.prepare(dataset, tokenizer, max_length=max_length, truncation_mode="keep_start")
     return [(row["input_ids"], row["labels"]) for row in rows]
 
@@ -82,7 +82,7 @@ def test_a_seed_moves_conversations_and_keeps_their_turns_together():
         assert sorted(rows, key=lambda row: row["n"]) == plain  # a stable sort: turns are in their order
         runs = [row["n"] for row, last in zip(rows, [{"n": None}, *rows], strict=False) if row["n"] != last["n"]]
         assert len(runs) == len(data)
-    with pytest.raises(ValueError, match="`seed=3` is to put all conversations into another order"):
+    with pytest.raises(ValueError, match="`seed=3` shuffles all conversations"):
         split_turns(data.to_iterable_dataset(), seed=3)
 
 
@@ -225,13 +225,13 @@ def test_turns_train_as_whole_conversations_under_assistant_only_loss(model_dir,
 
 
 def test_the_name_of_a_data_set_is_no_data_set():
-    with pytest.raises(ValueError, match="'trl-lib/Capybara' is no data set: load it with `datasets.load_dataset`"):
+    with pytest.raises(ValueError, match="'trl-lib/Capybara' is not a dataset: load it with `datasets.load_dataset`"):
         split_turns("trl-lib/Capybara")
 
 
 @pytest.mark.parametrize("name", ["my/own/data", "data folder", "./data", "rows.jsonl"])
 def test_a_folder_that_does_not_exist_is_no_name_on_the_hub(name):
-    with pytest.raises(ValueError, match="is no file or folder here: is it misspelt?"):
+    with pytest.raises(ValueError, match="is not a file or folder here: is it misspelt?"):
         refuse_missing(name, "")
     for on_hub in ("trl-lib/Capybara", "imdb", "a_b/c.d-e"):
         refuse_missing(on_hub, "")

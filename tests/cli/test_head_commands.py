@@ -40,7 +40,7 @@ def test_check_tries_a_reward_model(capsys, tmp_path):
         assert main(["check", str(tmp_path)]) == code
     printed = capsys.readouterr()
     assert "LlamaForSequenceClassification on cpu" in printed.out
-    assert "by `config.pad_token_id`, which is not set" in printed.err
+    assert "by `config.pad_token_id`, and it is not set" in printed.err
 
 
 @pytest.mark.parametrize("task", ["grpo", "rloo"])
@@ -75,7 +75,10 @@ def test_inspect_counts_prompts_with_their_completions(inspected, tmp_path):
 
 def test_a_teacher_that_is_not_named_or_not_there_is_said_in_one_line(capsys, model_dir):
     argv = ["distillation", "--model_name_or_path", model_dir, "--dataset_name", "x", "--use_cpu", "true"]
-    teachers = ([], "Name the teacher: `--teacher_model_name_or_path`"), (["./none"], "'./none' is no file or folder")
+    teachers = (
+        ([], "Name the teacher: `--teacher_model_name_or_path`"),
+        (["./none"], "'./none' is not a file or folder"),
+    )
     for teacher, message in teachers:
         named = [x for name in teacher for x in ("--teacher_model_name_or_path", name)]
         assert main([*argv, "--bf16", "false", *named]) == 2

@@ -125,7 +125,7 @@ def test_a_file_of_rows_that_is_no_json_is_named_with_the_line(capsys, tmp_path,
     assert cli.main(["inspect", str(file), "--tokenizer", model_dir]) == 2
     error = capsys.readouterr().err
     assert f"'{file}' cannot be read: {place}" in error
-    assert " is no JSON: " in error
+    assert " is not valid JSON: " in error
 
 
 @pytest.mark.parametrize("spelling", ["--batch_size", "--batch-size"])
@@ -222,7 +222,7 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once_with_the_name_that_is_aske
         assert cli.main([*command, *data]) == 2
         error = capsys.readouterr().err.splitlines()[-1]
         assert error.startswith(
-            f"trl-paddingfree {command[0]}: {named} is no file or folder here, nor in the cache of the hub, and "
+            f"trl-paddingfree {command[0]}: {named} is not a file or folder here, nor in the cache of the hub, and "
         )
         assert error.endswith("cannot be reached (Name or service not known).")
 
@@ -315,8 +315,8 @@ MISSING = {
     "": "Name the model",
     "--dataset_name pairs.jsonl": "Name the model",
     "--model_name_or_path org/model": "Name the data",
-    "--model_name_or_path org/model --dataset_name pair.jsonl": "'pair.jsonl' is no file or folder here",
-    "--model_name_or_path ./model --dataset_name pairs.jsonl": "'./model' is no file or folder here",
+    "--model_name_or_path org/model --dataset_name pair.jsonl": "'pair.jsonl' is not a file or folder here",
+    "--model_name_or_path ./model --dataset_name pairs.jsonl": "'./model' is not a file or folder here",
 }
 
 

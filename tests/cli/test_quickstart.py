@@ -111,7 +111,7 @@ def test_the_table_says_what_is_less_and_what_is_more(capsys, tmp_path, own):
     assert main(["quickstart", *SHORT, *own, "--output_dir", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "DPO, 2 steps on the same batches" in printed
-    for row in ("first loss", "last loss", "time", "time on cores", "tokens computed", "peak memory"):
+    for row in ("first loss", "last loss", "time", "CPU time", "tokens computed", "peak memory"):
         assert row in printed
     for run in ("run 1 of 2: DPO, padding-free", "run 2 of 2: DPO, TRL, padded"):
         assert run in printed

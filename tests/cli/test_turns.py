@@ -65,9 +65,9 @@ def test_the_script_trains_on_turns_and_inspect_has_counted_them(conversation_fi
         ),
         (
             ["--train_sampling_strategy", "group_by_length"],
-            "`--train_sampling_strategy group_by_length` takes the turns",
+            "`--train_sampling_strategy group_by_length` separates the turns",
         ),
-        (["--shuffle_dataset", "true"], "`--shuffle_dataset true` takes the turns"),
+        (["--shuffle_dataset", "true"], "`--shuffle_dataset true` separates the turns"),
     ],
 )
 def test_options_that_take_turns_apart_are_refused(options, message):

@@ -213,5 +213,5 @@ def test_functions_that_are_replaced_on_classes_count(replaced, monkeypatch, cap
         changed = losses()
         torch.testing.assert_close(*changed)
         assert abs(changed[0] - first[0]) > 1e-3
-    assert f"functions of {replaced.__name__} were replaced since layers were compiled" in caplog.text
+    assert f"functions of {replaced.__name__} were replaced after layers were compiled" in caplog.text
     torch.testing.assert_close(losses(), first)

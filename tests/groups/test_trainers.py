@@ -253,7 +253,7 @@ REFUSED = {
     "logits": ("sft", "llama", {"label_smoothing_factor": 0.1}, "cannot be combined with `label_smoothing_factor`"),
     "sampler": ("dpo", "llama", {"train_sampling_strategy": "batch_rebalance"}, "examples of its own"),
     "compiled": ("dpo", "llama", {"torch_compile": True}, "cannot be combined with `torch_compile`"),
-    "different": ("dpo", "llama", {"differs": True}, "have been given different batches"),
+    "different": ("dpo", "llama", {"differs": True}, "got different batches"),
 }
 
 
@@ -320,7 +320,7 @@ def test_processes_of_a_group_compare_their_batches_on_the_host():
         group, batch = SequenceGroup(dist.group.WORLD, torch.device("meta")), FlatBatch.from_rows(rows, rows)
         assert group.own_share(batch.to("meta"), tiny_model("llama").config).input_ids.shape == batch.input_ids.shape
         group.largest = lambda values: [1, 0]  # another process has another batch
-        with pytest.raises(ValueError, match="have been given different batches"):
+        with pytest.raises(ValueError, match="got different batches"):
             group.own_share(FlatBatch.from_rows(rows, rows), tiny_model("llama").config)
     finally:
         dist.destroy_process_group()

@@ -173,7 +173,7 @@ def test_rows_of_a_call_take_their_own_entries():
     assert [[(name, places.tolist()) for name, places in x.kept] for x in (first, second)] == [
         [("pixel_values", [0, 1])]
     ] * 2
-    with pytest.raises(ValueError, match="`pixel_values` has 2 entries, and nothing tells to which of the 5 rows"):
+    with pytest.raises(ValueError, match="`pixel_values` has 2 entries, and it is not known to which of the 5 rows"):
         GeneratedImages.of({"pixel_values": pixels[:2], "num_images": [1, 0, 1, 1, 1]})
 
 

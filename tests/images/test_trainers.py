@@ -320,7 +320,7 @@ def test_later_edits_are_refused(limit):
 @pytest.mark.parametrize(
     ("task", "options", "message"),
     [
-        ("dpo", {"arrange_micro_batches": "tokens"}, "`arrange_micro_batches='tokens'` goes by the lengths of all"),
+        ("dpo", {"arrange_micro_batches": "tokens"}, "`arrange_micro_batches='tokens'` needs the lengths of all"),
         # In TRL's words
         ("dpo", {"precompute_ref_log_probs": True}, "`precompute_ref_log_probs=True` is not supported for vision data"),
         ("dpo", {"truncation_mode": "keep_end", "max_length": 9}, "truncation_mode='keep_end' is not supported for v"),

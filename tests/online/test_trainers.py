@@ -96,7 +96,7 @@ def test_a_loss_may_call_the_model_once_more(more):
 def test_a_forward_that_another_trainer_has_replaced_is_named(data, task):
     trainer = make_trainer(task, "shared", **arguments(task, False), train_dataset=data)
     add_fused_lm_head(trainer.model)  # as TRL's trainers do when they are made
-    with pytest.raises(RuntimeError, match="The forward of LlamaForCausalLM was replaced since this Pad"):
+    with pytest.raises(RuntimeError, match="The forward of LlamaForCausalLM was replaced after this Pad"):
         trainer.train()
 
 

@@ -166,7 +166,7 @@ def test_a_damaged_checkpoint_is_named_with_its_file_and_the_one_before_is_resum
     damage, said = DAMAGE[name]
     folder = shutil.copytree(checkpoint.parent, tmp_path / "out")
     damage(folder / "checkpoint-2" / name.split()[-1])
-    with pytest.raises(ValueError, match=f"checkpoint-2'` is no complete checkpoint: {said}.*checkpoint-1' is com"):
+    with pytest.raises(ValueError, match=f"checkpoint-2'` is not a complete checkpoint: {said}.*checkpoint-1' is com"):
         checkpoint_to_resume(str(folder / "checkpoint-2"), str(folder), engine="no")
     assert checkpoint_to_resume(True, str(folder), engine="no") == str(folder / "checkpoint-1")
     assert "checkpoint-1, the newest complete checkpoint, and not from checkpoint-2: " in caplog.text
@@ -216,7 +216,9 @@ def test_folders_with_other_names_and_those_that_are_not_there_are_no_checkpoint
     shutil.copytree(checkpoint, tmp_path / "checkpoint-9")
     assert checkpoint_to_resume("true", str(tmp_path)) == checkpoint_to_resume(True, str(tmp_path)) == str(folder)
     assert checkpoint_to_resume(str(tmp_path / "checkpoint-9"), str(tmp_path)) == str(tmp_path / "checkpoint-9")
-    with pytest.raises(ValueError, match=r"checkpoint-11'` is no complete checkpoint: there is no such folder. '.*10'"):
+    with pytest.raises(
+        ValueError, match=r"checkpoint-11'` is not a complete checkpoint: there is no such folder. '.*10'"
+    ):
         checkpoint_to_resume(str(tmp_path / "checkpoint-11"), str(tmp_path))
 
 

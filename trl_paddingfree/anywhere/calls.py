@@ -210,8 +210,8 @@ class PaddedCalls(PaddedRows):
             if len(value) == batch.input_ids.size(1):
                 return batch.tokens_to_rows(value[None]).flatten(0, 1)
         raise ValueError(
-            f"{type(self.model).__name__} answers with `{name}`, and which of it belongs to which token is not "
-            "known: leave out what asks for it, or the call of `padding_free`."
+            f"{type(self.model).__name__} answers with `{name}`, and `padding_free` cannot tell which part of it "
+            "belongs to which token: leave out what asks for it, or the call of `padding_free`."
         )
 
     # --- rows become flat -------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class PaddedCalls(PaddedRows):
             name = upstream.attn_implementation(model)
             if name != route.loaded_with or isinstance(name, StandIn) != (route.backend in ATTENTION_BACKENDS):
                 raise ValueError(
-                    f"The attention of {type(model).__name__} was set to {str(name)!r} since `padding_free` has proven "
+                    f"The attention of {type(model).__name__} was set to {str(name)!r} after `padding_free` proved "
                     f"it with {route.loaded_with!r}. Call `padding_free` again."
                 )
             found, padding = self._flat_batch_of(inputs)

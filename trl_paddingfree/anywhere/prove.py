@@ -96,7 +96,9 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True, 
     if reason := why_padded(model.modules()):
         raise ValueError(f"{reason}, or leave the call of `padding_free` out.")
     if base.base_model is base and base.get_output_embeddings() is None:
-        raise ValueError(f"{type(base).__name__} is a backbone: call `padding_free` with the model that has a head.")
+        raise ValueError(
+            f"{type(base).__name__} is a backbone without a head: call `padding_free` with the whole model."
+        )
     folder = "compiled", "layers"
     layers = needed(*folder, "`torch_compile=True`") if torch_compile else module_of(*folder)
     if layers is not None:

@@ -48,23 +48,23 @@ class PaddedRows:
         rows = inputs.get("input_ids")
         extra = inputs.keys() - {*ROWS, *OF_HEADS, *self.ignored}
         if not torch.is_tensor(rows) or rows.ndim != 2 or inputs.get("inputs_embeds") is not None:
-            return "it is given embeddings in place of `input_ids` of shape `(rows, tokens)`"
+            return "it gets embeddings instead of `input_ids` of shape `(rows, tokens)`"
         if any(inputs.get(name) is not None for name in CACHES) or inputs.get("use_cache") is True:
             return "it computes with a cache"
         if not (self.model.training and torch.is_grad_enabled()) and self._wants(inputs, "use_cache"):
-            return "out of training it makes a cache; where none is needed, set `model.config.use_cache = False`"
+            return "in evaluation mode it makes a cache; if you need none, set `model.config.use_cache = False`"
         if rows.size(1) == 1:
             return "its rows have one token"
         if inputs.get("is_causal", vars(self.model.config.get_text_config()).get("is_causal")) is False:
             return "`is_causal=False` has tokens see those that follow"
         if wanted := [name for name in _OUTPUTS if self._wants(inputs, name)]:
-            return f"`{wanted[0]}` asks for values of all layers"
+            return f"`{wanted[0]}` asks for the values of all layers"
         if not self.with_routers and self._wants(inputs, "output_router_logits"):
             return "the loss of its routers counts padding, too"
         if not self.with_labels and inputs.get("labels") is not None:
-            return "given `labels`, its head reads padding, or what it has of rows by other arguments"
+            return "given `labels`, its head reads padding, or rows that come by other arguments"
         if others := [name for name in extra if isinstance(inputs[name], torch.Tensor | list | tuple)]:
-            return f"`{others[0]}` comes with its rows, of which a flat batch knows nothing"
+            return f"`{others[0]}` comes with its rows, and a flat batch has no place for it"
         # Labels of columns that a call keeps are of other shapes: which of them score padding is not known
         for name in ("attention_mask", "position_ids", *_LABELS[2 * self.flat_model.is_pooled :]):
             x, all_alike = inputs.get(name), name == "position_ids"
@@ -87,25 +87,25 @@ class PaddedRows:
         mask = values.get("attention_mask", torch.ones_like(ids))
         real = mask.bool()
         if (mask != real).any():
-            return "its `attention_mask` has other numbers than 0 and 1", None
+            return "its `attention_mask` has numbers other than 0 and 1", None
         begins = mask.diff() > 0
         if (begins.sum(1) + real[:, 0] > 1).any():  # a head may predict the token after a gap from the padding in it
             return "it has padding between the tokens of a row", None
         if begins.any() and not self.with_left_padding:
-            return "it has padding on the left, with which the model itself computes a row differently", None
+            return "it has padding on the left, which changes what the model itself computes for a row", None
         if begins.any() and torch.is_tensor(inputs.get("logits_to_keep")):
             return "it has padding on the left, and `logits_to_keep` picks columns of it", None
         positions = values.get("position_ids")
         if positions is None:
             positions = default_positions(mask, self.counts_by_mask)
         elif jumps(positions, real).any():
-            return "its `position_ids` start again or leave some out, as in packed rows", None
+            return "its `position_ids` restart or skip numbers, as in packed rows", None
         # The answer would depend on what the model computes for padding
         for name in values.keys() & _LABELS:
             # The heads of most language models score the label of the next token, those of some (Whisper) their own
             moves = name == "labels" and not self.flat_model.is_pooled
             if scores_padding(values[name], real, moves).any():
-                return f"`{name}` has others than {IGNORE_INDEX} where padding would be scored", None
+                return f"`{name}` has values other than {IGNORE_INDEX} where padding would be scored", None
         if self.classifies_rows:
             padding = self.model.config.get_text_config().pad_token_id  # the head finds the last token by this id
             found = torch.ones_like(real) if padding is None else ids != padding

@@ -102,8 +102,8 @@ def halve(planner: MemoryPlanner, error: RuntimeError) -> None:
         planner.limit, planner.has_shrunk = before
         raise error
     logger.warning(
-        f"An allocation failed in a micro-batch of {tokens} tokens, in slices of up to {size}. It is computed again, "
-        f"and from here on micro-batches of more than {planner.limit} tokens run in parts or slices."
+        f"An allocation failed in a micro-batch of {tokens} tokens, in slices of up to {size}. It is computed "
+        f"again, and from now on micro-batches of more than {planner.limit} tokens run in parts or slices."
     )
 
 

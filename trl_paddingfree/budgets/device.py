@@ -30,8 +30,12 @@ def budget_bytes(option: float | str, device: torch.device) -> int:
     asked = float(option)
     if asked * GIB > total:
         meant = f" Did you mean {asked / GIB:.1f}?" if total / 10 < asked <= total else ""
+        whose = (
+            f"this machine's {total / GIB:.1f} GiB"
+            if device.type == "cpu"
+            else f"the {total / GIB:.1f} GiB of {device}"
+        )
         raise ValueError(
-            f"`memory_budget={option}` is in GiB, and more than the {total / GIB:.1f} GiB of {device}. Set at most "
-            f"that, or 'auto'.{meant}"
+            f"`memory_budget={option}` is in GiB, and more than {whose}. Set at most that, or 'auto'.{meant}"
         )
     return int(asked * GIB)

@@ -221,9 +221,9 @@ class MemoryPlanner(PassHook):
         least = math.ceil(self.least_bytes(batch) / GIB * 1000) / 1000
         how = f"with all activations recomputed, as {self.why_whole}" if self.why_whole else "in slices"
         return ValueError(
-            f"`memory_budget={self.option}` ({self.budget / GIB:.3f} GiB) is less than {name} needs: {least:.3f} GiB "
-            f"for {batch.counts.computed} tokens {how}, of which {self.needs.fixed / GIB:.3f} GiB are weights, "
-            f"gradients, the optimizer and what others hold. Raise it to at least {least:.3f}, or lower {lower}."
+            f"`memory_budget={self.option}` ({self.budget / GIB:.3f} GiB) is less than {name} needs: {least:.3f} "
+            f"GiB for {batch.counts.computed} tokens {how}. Weights, gradients, the optimizer and what others hold "
+            f"take {self.needs.fixed / GIB:.3f} GiB of that. Raise it to at least {least:.3f}, or lower {lower}."
         )
 
     def refuse_oversized(self, tokens: int, name: str = "a micro-batch") -> None:

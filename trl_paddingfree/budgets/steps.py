@@ -84,8 +84,8 @@ def weigh_last_batch(trainer: Any, inputs: Inputs) -> None:
         loader.remainder = 1 if batch is not None and batch.packed_length else find_batch_size(inputs)
     else:
         logger.warning_once(
-            "The last batches of a stream in evaluation are filled with its first rows, and these count once more: "
-            "figures of evaluation differ from those of TRL, which dispatches padded batches to its processes."
+            "In evaluation, the last batches of a stream are filled up with its first rows, which then count "
+            "twice: figures differ from TRL's, which dispatches padded batches to its processes."
         )
 
 
@@ -118,9 +118,9 @@ class PartMetrics:
                 self.sums[name] += (value * sizes[name] if sizes[name] else 0.0, sizes[name], 1)  # `nan` over 0 items
             elif name != "num_tokens" and name not in self.trainer.differences:
                 raise ValueError(
-                    f"{type(self.trainer).__name__} logs `{name}`, and how parts of a micro-batch combine it is not "
-                    "known. If it is a mean, name it in `part_sizes`; if not, in `extremes` or `differences`. Or leave "
-                    "`memory_budget` and `max_tokens_per_micro_batch` out."
+                    f"{type(self.trainer).__name__} logs `{name}`, and the trainer cannot tell how to combine it "
+                    "over the parts of a micro-batch. If it is a mean, name it in `part_sizes`; if not, in "
+                    "`extremes` or `differences`. Or leave `memory_budget` and `max_tokens_per_micro_batch` out."
                 )
 
     def log(self) -> None:

@@ -1,4 +1,4 @@
-"""Loads data: a mixture, a hub data set, a local folder or a local file."""
+"""Loads data: a mixture, a hub dataset, a local folder or a local file."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def refuse_missing(name: str | None, advice: str) -> None:
     is_data_file = LOADERS.keys() & path.suffixes and path.parent.is_dir()
     is_on_hub = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name)
     if (is_data_file or not is_on_hub) and not path.exists():
-        raise ValueError(f"{name!r} is no file or folder here: is it misspelt?")
+        raise ValueError(f"{name!r} is not a file or folder here: is it misspelt?")
 
 
 def refuse_unreachable(name: str, what: str) -> None:
@@ -48,7 +48,7 @@ def refuse_unreachable(name: str, what: str) -> None:
         except OSError as error:
             reason = f"{address.hostname} cannot be reached ({error})"
     if reason:
-        raise OSError(f"{what} is no file or folder here, nor in the cache of the hub, and {reason}.")
+        raise OSError(f"{what} is not a file or folder here, nor in the cache of the hub, and {reason}.")
 
 
 def _loader_of(name: str) -> str | None:
@@ -58,7 +58,7 @@ def _loader_of(name: str) -> str | None:
         return None
     loader = next((LOADERS[suffix] for suffix in reversed(file.suffixes) if suffix in LOADERS), None)
     if loader is None:
-        raise ValueError(f"{name!r} ends in none of {', '.join(LOADERS)}: name a file that does.")
+        raise ValueError(f"{name!r} has none of the endings {', '.join(LOADERS)}: name a file that has one.")
     if not file.stat().st_size:
         raise ValueError(f"{name!r} is an empty file.")
     return loader
@@ -76,7 +76,7 @@ def broken_json(file: str) -> str:
                 # More values after the first in a `.json` file are extra data here, but `datasets` reads them as lines
                 if error.msg == "Extra data":
                     return ""
-                return f"line {number + error.lineno}, column {error.colno} is no JSON: {error.msg}."
+                return f"line {number + error.lineno}, column {error.colno} is not valid JSON: {error.msg}."
     return ""
 
 
@@ -116,10 +116,10 @@ def load_data(script_args: "ScriptArguments", dataset_args: "DatasetMixtureConfi
 
 
 def load_rows(name: str, config: str | None = None, split: str = "train") -> "Dataset":
-    """One split of a hub data set (in a configuration), a folder or a file, read as by [`load_data`]."""
+    """One split of a hub dataset (in a configuration), a folder or a file, read as by [`load_data`]."""
     from trl import DatasetMixtureConfig, ScriptArguments
 
     data = load_data(ScriptArguments(dataset_name=name, dataset_config=config), DatasetMixtureConfig(), seed=0)
     if split not in data:
-        raise ValueError(f"{name} has no split {split!r}, it has {list(data)}: name one with `--dataset_train_split`.")
+        raise ValueError(f"{name} has no split {split!r}, only {list(data)}: name one with `--dataset_train_split`.")
     return data[split]

@@ -48,7 +48,7 @@ def loading(name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OSError(f"{name!r} is no file or folder here, and the hub does not give it: {error}") from error
+        raise OSError(f"{name!r} is not a file or folder here, and the hub does not give it: {error}") from error
 
 
 def at_least(least: int, args: argparse.Namespace, *names: str) -> None:
@@ -69,7 +69,7 @@ def inspect(args: argparse.Namespace) -> int:
     at_least(0, args, "max_length", "sample", "seed")
     refuse_missing(args.dataset, NAME_THE_DATA)
     if args.model is None and args.memory_gib is not None:
-        raise ValueError(f"`--memory_gib {args.memory_gib}` needs `--model`, the model that is to fit into it.")
+        raise ValueError(f"`--memory_gib {args.memory_gib}` needs `--model`, the model that has to fit.")
 
     from rich.console import Console
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer

@@ -83,7 +83,7 @@ def model_config(name: str, shapes: dict[str, Shape] = SHAPES) -> PreTrainedConf
     if name in shapes:
         return AutoConfig.for_model(**shapes[name])
     if not Path(name).exists() and (meant := did_you_mean(name, shapes)):
-        raise ValueError(f"{name!r} is none of the shapes {', '.join(shapes)}.{meant}")
+        raise ValueError(f"{name!r} is not one of the shapes {', '.join(shapes)}.{meant}")
     return AutoConfig.from_pretrained(name)
 
 

@@ -31,7 +31,7 @@ TRAINING = {
     "dpo": "on preference pairs",
     "sft": "on instructions",
     "reward": "a reward model on preference pairs",
-    "kto": "on completions that are labelled desirable or undesirable",
+    "kto": "on completions labeled desirable or undesirable",
     "grpo": "on rewards of its own completions, compared within a group",
     "rloo": "on rewards of its own completions, against the mean of the others",
     "distillation": "on a teacher's predictions for its own completions",
@@ -194,13 +194,13 @@ def make_parser() -> OneLineParser:
 
     option = add(
         "inspect",
-        "count what padding wastes on a data set and what shared prefixes save, without a model or a GPU",
+        "count what padding wastes on a dataset and what shared prefixes save, without a model or a GPU",
         "  trl-paddingfree inspect trl-lib/ultrafeedback_binarized --tokenizer Qwen/Qwen3-0.6B\n"
         "  trl-paddingfree inspect pairs.jsonl.gz --tokenizer ./my-model --batch_size 16 --max_length 2048 --json",
     )
     option("dataset", "hub name, folder, or .json, .jsonl, .csv, .parquet or .arrow file")
     option("--tokenizer", "hub name or folder of the model or its tokenizer", required=True)
-    option("--dataset_config", "configuration of the hub data set")
+    option("--dataset_config", "configuration of the hub dataset")
     option("--dataset_train_split", "split to look at", "train")
     option("--batch_size", "examples per device and batch", 8)
     option("--max_length", "tokens per sequence, 0 for no limit", 1024)
@@ -238,7 +238,7 @@ def make_parser() -> OneLineParser:
     )
     option("--model", "hub name or folder of a model (default: a small Llama from scratch)")
     option("--dataset_name", "hub name, folder or file (default: Python's own documentation)")
-    option("--dataset_config", "configuration of the hub data set")
+    option("--dataset_config", "configuration of the hub dataset")
     option("--dataset_train_split", "split to train on", "train")
     option("--steps", "optimizer steps of each run", 24)
     option("--sft_steps", "steps of SFT before DPO", 150)

@@ -1,4 +1,4 @@
-"""What padding wastes on a data set and what sharing saves, counted on real batches, without a model."""
+"""What padding wastes on a dataset and what sharing saves, counted on real batches, without a model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from ..data_checks.validate import refuse_unread_instructions
 
 @dataclass(frozen=True)
 class WasteReport:
-    """What a data set costs with padding and without."""
+    """What a dataset costs with padding and without."""
 
     task: Task
     num_rows: int
@@ -84,7 +84,7 @@ def measure(
     **options: object,
 ) -> WasteReport:
     """
-    Measure what padding wastes on a data set in one of TRL's formats and what sharing saves.
+    Measure what padding wastes on a dataset in one of TRL's formats and what sharing saves.
 
     The `sample` and the batches are drawn at random or, with `in_order`, taken in order from the start. Data with
     images needs the model's processor in place of its tokenizer, and `count_images`, such as

@@ -62,20 +62,20 @@ class SFTScriptArguments(ScriptArguments):
             return
         if training_args.assistant_only_loss:
             raise ValueError(
-                "`--assistant_only_loss true` cannot be combined with `--one_sample_per_turn`: the loss of a sample is "
-                "that of its turn already, and TRL may change the chat template. Leave one of them out."
+                "`--assistant_only_loss true` cannot be combined with `--one_sample_per_turn`: a sample is scored "
+                "on its turn only anyway, and TRL may change the chat template. Leave one of them out."
             )
         if training_args.packing:
             return  # packing groups rows by length, whatever conversation they come from
         if (strategy := training_args.train_sampling_strategy) not in ("random", "sequential"):
             raise ValueError(
-                f"`--train_sampling_strategy {strategy}` takes the turns of a conversation apart, which "
-                "`--one_sample_per_turn` keeps together to share what they have in common. Leave one of them out."
+                f"`--train_sampling_strategy {strategy}` separates the turns of a conversation, and "
+                "`--one_sample_per_turn` keeps them together to share prefixes. Leave one of them out."
             )
         if training_args.shuffle_dataset:
             raise ValueError(
-                "`--shuffle_dataset true` takes the turns of a conversation apart, and `--one_sample_per_turn` has "
-                "shuffled the conversations before it cuts them. Leave `--shuffle_dataset` out."
+                "`--shuffle_dataset true` separates the turns of a conversation, and `--one_sample_per_turn` "
+                "already shuffles whole conversations. Leave `--shuffle_dataset` out."
             )
         training_args.train_sampling_strategy, training_args.prefix_sharing = "sequential", True
 
@@ -109,7 +109,7 @@ _OURS = {
 # The script arguments of tasks that have more than TRL's common ones
 _ARGUMENTS: dict[str, type[ScriptArguments]]
 _ARGUMENTS = {"sft": SFTScriptArguments, "grpo": GRPOScriptArguments, "rloo": RLOOScriptArguments}
-# What a parser returns: arguments of the script, of the trainer, of the model, and of a mixture of data sets
+# What a parser returns: arguments of the script, of the trainer, of the model, and of a mixture of datasets
 Parsed = Sequence[Any]
 
 
@@ -165,8 +165,8 @@ def say_where(training_args: TrainingArguments) -> None:
         return
     if vars(training_args).get("activation_offloading"):
         raise ValueError(
-            "`--activation_offloading true` moves activations from an accelerator to the host, and there is none here: "
-            "leave it out."
+            "`--activation_offloading true` moves activations from an accelerator to the host, and this machine "
+            "has no accelerator: leave it out."
         )
     if training_args.use_cpu:
         sys.stderr.write(
@@ -259,7 +259,7 @@ def make_trainer(trainer_class: Callable[..., FlatTrainer], parsed: Parsed) -> F
     for split in needed:
         if split not in dataset:
             raise ValueError(
-                f"The data has no split {split!r}, it has {list(dataset)}. Set `--dataset_train_split` and "
+                f"The data has no split {split!r}, only {list(dataset)}. Set `--dataset_train_split` and "
                 "`--dataset_test_split`, or `--test_split_size 0.05` to split some off for evaluation."
             )
     dataset = type(dataset)({split: dataset[split] for split in needed})

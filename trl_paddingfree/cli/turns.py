@@ -56,7 +56,7 @@ def split_turns(dataset: AnyDataset, seed: int | None = None, num_proc: int | No
     if isinstance(dataset, dict):
         return type(dataset)({name: split_turns(split, seed, num_proc) for name, split in dataset.items()})
     if not isinstance(dataset, Dataset | IterableDataset):
-        raise ValueError(f"{dataset!r} is no data set: load it with `datasets.load_dataset`.")
+        raise ValueError(f"{dataset!r} is not a dataset: load it with `datasets.load_dataset`.")
     columns, is_stream = column_names(dataset), not isinstance(dataset, Dataset)
     if is_stream or has_known_lengths(dataset):  # a format such as NumPy's; a transform makes rows
         dataset = dataset.with_format(None)
@@ -74,8 +74,8 @@ def split_turns(dataset: AnyDataset, seed: int | None = None, num_proc: int | No
             )
     if is_stream and seed is not None:
         raise ValueError(
-            f"`seed={seed}` is to put all conversations into another order, and a stream never has them all: leave it "
-            "out, and shuffle with `dataset.shuffle(seed=..., buffer_size=...)` before you cut."
+            f"`seed={seed}` shuffles all conversations, and a stream never has them all: leave it out, and shuffle "
+            "with `dataset.shuffle(seed=..., buffer_size=...)` before you cut."
         )
     options: dict = {} if is_stream else {"num_proc": num_proc, "desc": "Cutting conversations into turns"}
     if "messages" not in columns:
@@ -110,8 +110,9 @@ def _cut(batch: Columns, indices: list[int], kept: list[str]) -> Columns:
         problem = "a string" if isinstance(messages, str) else message_problem(messages)
         if problem:
             raise ValueError(
-                f"Row {index}: `messages` is {problem}, and is to be cut into turns. A conversation is a list of "
-                "messages, each with a `role` and a `content`. Correct the row, or leave it out with `dataset.filter`."
+                f"Row {index}: `messages` is {problem}, which cannot be cut into turns. A conversation is a list of "
+                "messages, each with a `role` and a `content`. Correct the row, or leave it out with "
+                "`dataset.filter`."
             )
         others = {column: batch[column][i] for column in kept}
         for turn, message in enumerate(messages):

@@ -121,7 +121,7 @@ def _refuse(flat_model: FlatModel) -> None:
             f"compiled. Leave it out, or set `flat_attention` to one of {', '.join(ATTENTION_BACKENDS)}."
         )
     if flat_model.peers.name:
-        raise ValueError("`torch_compile=True`: what processes exchange is not compiled. Leave it out.")
+        raise ValueError("`torch_compile=True`: exchanges between processes cannot be compiled. Leave it out.")
 
 
 def _why_eager(layer: GradientCheckpointingLayer) -> str:
@@ -149,8 +149,8 @@ class _TracedFunctions(PassHook):
         if changed := [each for each, functions in now.items() if _TRACED.get(each, functions) != functions]:
             names = sorted(each.__name__ for each in changed if not issubclass(each, _Compiled))
             logger.warning(
-                f"`torch_compile=True`: functions of {', '.join(names)} were replaced since layers were compiled: "
-                "they are compiled again."
+                f"`torch_compile=True`: functions of {', '.join(names)} were replaced after layers were compiled: "
+                "the layers are compiled again."
             )
             torch.compiler.reset()  # what layers call is kept beside them, and has no name by which to drop it
             _TRACED.clear()

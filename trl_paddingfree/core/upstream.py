@@ -80,7 +80,7 @@ def flash_attention_forward(query: torch.Tensor, key: torch.Tensor, value: torch
 def preparation(trl_trainer: Any, trl_config: Any, *arguments: Any, **read: Any) -> Callable[..., Any]:
     """
     A function that tokenizes, truncates and drops rows as a TRL trainer does, without a model. It calls TRL's method on
-    a stand-in for the trainer, with a tokenizer and the attributes in `read`; `arguments` precede the data set's name.
+    a stand-in for the trainer, with a tokenizer and the attributes in `read`; `arguments` precede the dataset's name.
     """
 
     def prepare(dataset: Any, tokenizer: Any, **options: Any) -> Any:  # `max_length` and `truncation_mode`

@@ -191,8 +191,8 @@ def refuse_bad_tokens(dataset: AnyDataset, name: str) -> None:
     if (wrong := np.flatnonzero(lengths[0] != lengths[-1])).size:
         row = wrong[0]
         raise ValueError(
-            f"Row {row} of the {name} data: `labels` has {lengths[1][row]} entries, `input_ids` has {lengths[0][row]}: "
-            f"there is one label for each token, -100 where it is not learnt. {FIX}"
+            f"Row {row} of the {name} data: `labels` has {lengths[1][row]} entries, `input_ids` has "
+            f"{lengths[0][row]}: there is one label for each token, -100 where it is not learned. {FIX}"
         )
 
 

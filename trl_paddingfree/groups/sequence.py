@@ -138,8 +138,8 @@ class SequenceGroup(PassHook):
         """Only TRL's fused head is computed by shares: refuses calls that compute whole batches."""
         if not any(isinstance(hook, Share) for hook in batch.hooks):
             raise ValueError(
-                f"{self.name}: processes have slices of the tokens, and no logits of rows. Leave out what wants these, "
-                "such as `compute_metrics` and `predict`, or set it to 1."
+                f"{self.name}: each process has a slice of the tokens, and no logits of whole rows. Leave out what "
+                "needs these, such as `compute_metrics` and `predict`, or set it to 1."
             )
         return inputs
 
@@ -167,9 +167,8 @@ class SequenceGroup(PassHook):
         checksums = partial(self.largest, [batch.checksum, -batch.checksum])
         if sum(batch.layout.derived("largest and smallest checksum", checksums)):  # asked once
             raise ValueError(
-                f"{self.name}: processes of one group have been given different batches. A "
-                "transform of the data set that draws at random, or a data loader of your own, may do that: give all "
-                "of them the same."
+                f"{self.name}: the processes of one group got different batches. A transform of the dataset that "
+                "draws at random, or a data loader of your own, may cause this: give all of them the same."
             )
         own = slice_of(batch, self.rank, self.size)
         return replace(own, hooks=(*own.hooks, Share(self)))
@@ -177,9 +176,8 @@ class SequenceGroup(PassHook):
     def too_long(self, kind: str, limit: int) -> str:
         """Why rows of more than `limit` tokens cannot be computed in slices with the RoPE type `kind`."""
         return (
-            f"{self.name}: with `rope_type={kind!r}`, a row of more than {limit} tokens "
-            f"changes the frequencies of its whole batch, and slices do not know of it. Set `max_length={limit}`, or "
-            "`sequence_parallel_size=1`."
+            f"{self.name}: with `rope_type={kind!r}`, a row of more than {limit} tokens changes the frequencies of "
+            f"its whole batch, and slices cannot see that. Set `max_length={limit}`, or `sequence_parallel_size=1`."
         )
 
     # --- what slices exchange: see [`OtherSlices`] ------------------------------------------------
@@ -268,8 +266,8 @@ class SequenceGroup(PassHook):
         own = cut(kwargs)
         if unknown := [name for name, x in kwargs.items() if torch.is_tensor(x) and x.ndim and name not in own]:
             raise ValueError(
-                f"{self.name}: {type(module).__name__} gives its attention function "
-                f"`{unknown[0]}`, of which it is not known what belongs to which head. Set it to 1."
+                f"{self.name}: {type(module).__name__} gives its attention function `{unknown[0]}`, and it is not "
+                "known which part of that belongs to which head. Set it to 1."
             )
         part = copy.copy(module)  # shares all weights; attributes set on it take precedence over them
         vars(part).update(cut(dict(module.named_parameters(recurse=False))))

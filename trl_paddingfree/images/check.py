@@ -173,7 +173,7 @@ class ImageProof:
         if images is None:
             return results
         if not images.names:
-            check.say("No example has an image in its column: nothing was there to try the model's images on.")
+            check.say("No example has an image in its column: the check had nothing to try the model's images on.")
             return results
         if results[0].route.backend in ("flash", "positions") and sees_both_ways(trained):
             check.say(

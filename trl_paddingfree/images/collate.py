@@ -187,8 +187,8 @@ class CollatedImageRows(CollatedRows):
             pixels = rows.get("pixel_values", ())
             if rules.patches and len(pixels) and not {"image_grid_thw", "mm_token_type_ids"} <= rows.keys():
                 raise ValueError(
-                    "The model counts positions of image tokens by what this package does not know: its processor "
-                    "gives no `mm_token_type_ids` with `image_grid_thw`. Set `padding_free=False`."
+                    "The model counts positions of image tokens in a way that this package does not know: its "
+                    "processor gives no `mm_token_type_ids` with `image_grid_thw`. Set `padding_free=False`."
                 )
             sources = [*self.sources] * (len(rows["input_ids"]) // self.num_items)
             num_pixels = sum(map(torch.numel, pixels))

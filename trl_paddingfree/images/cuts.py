@@ -38,8 +38,8 @@ def row_cuts(arguments: Inputs) -> Cuts:
         cuts[name] = list(map(len, value)) if isinstance(value, list) else [1] * num_rows
         if sum(cuts[name]) != len(arguments[name]):
             raise ValueError(
-                f"`{name}` has {len(arguments[name])} entries, and nothing tells to which of the {num_rows} rows they "
-                "belong. Set `padding_free=False`."
+                f"`{name}` has {len(arguments[name])} entries, and it is not known to which of the {num_rows} rows "
+                "they belong. Set `padding_free=False`."
             )
     return cuts
 

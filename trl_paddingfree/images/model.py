@@ -51,7 +51,7 @@ def why_no_images(model: PreTrainedModel) -> str:
         return "its configuration names no `image_token_id`"
     for name, module in backbone.named_modules():
         if isinstance(module, BATCH_NORMS):  # TRL gives equal images to the tower once for each row
-            return f"`{name}` takes statistics over all images of a call, in which equal ones are there once"
+            return f"`{name}` takes statistics over all images of a call, and equal images are computed once"
     return ""
 
 

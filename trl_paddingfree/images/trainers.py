@@ -148,7 +148,7 @@ class Online(Images):
             raise ValueError(
                 "The rows come with `pixel_values`, and the start-up check has tried no images, or could not: the "
                 f"first prompts of the train data have none, and {type(self).__name__} has no tools or environments "
-                "that return any that the model can compute. Shuffle the data, or set `padding_free=False`."
+                "that return images which the model can compute. Shuffle the data, or set `padding_free=False`."
             )
         if pixels not in self._known:  # policy, reference and all iterations share them
             self._known[pixels] = GeneratedImages.of(inputs)

@@ -68,8 +68,8 @@ class Online(FlatTrainer):
         config = arguments["args"]
         if self.flat.options.memory_budget == "auto" and config.use_vllm and config.vllm_mode == "colocate":
             raise ValueError(
-                "`memory_budget='auto'` with `vllm_mode='colocate'` does not know what vLLM leaves: set the GiB that "
-                "this process may use, with what vLLM holds."
+                "`memory_budget='auto'` with `vllm_mode='colocate'` does not know what vLLM leaves: set the GiB "
+                "that this process may use, including what vLLM holds."
             )
 
     def refuse_unknown_tokens(self) -> None:
@@ -127,8 +127,8 @@ class Online(FlatTrainer):
     def forward_replaced(self, model: torch.nn.Module) -> RuntimeError:
         """The error for a model that no longer computes flat batches."""
         return RuntimeError(
-            f"The forward of {type(self.flat_base(model)).__name__} was replaced since this {type(self).__name__} was "
-            "made, for example by another trainer: make it again."
+            f"The forward of {type(self.flat_base(model)).__name__} was replaced after this {type(self).__name__} "
+            "was made, for example by another trainer: make the trainer again."
         )
 
     @when_flat

@@ -55,7 +55,7 @@ batches{share}. Cite it as:
 
 def append_to_card(output_dir: str, method: str, computed: BatchCounts) -> None:
     """Append to the model card how batches were computed, and what share of the padded slots."""
-    share = f", of whose slots it computed {computed.computed / computed.padded:.0%}" if computed.padded else ""
+    share = f", and it computed {computed.computed / computed.padded:.0%} of their slots" if computed.padded else ""
     with (Path(output_dir) / "README.md").open("a", encoding="utf-8") as card:
         card.write(MODEL_CARD.format(version=__version__, method=method, share=share))
 
@@ -157,7 +157,7 @@ def checkpoint_to_resume(
         instead = f"{whole!r} is complete" if whole else "Leave it out to start from the beginning"
         advice = weights_only if problem.startswith("it has no ") else ""
         raise ValueError(
-            f"`resume_from_checkpoint={resume_from_checkpoint!r}` is no complete checkpoint: {problem}. "
+            f"`resume_from_checkpoint={resume_from_checkpoint!r}` is not a complete checkpoint: {problem}. "
             f"{instead}.{advice}"
         )
     if whole is None:
@@ -193,7 +193,7 @@ def naming_weights(trainer: Any, checkpoint: Any, model: Any) -> AbstractContext
         if missing := sorted(report["missing_keys"]):
             raise ValueError(
                 f"The checkpoint {checkpoint!r} has no weights for {', '.join(missing[:3])} and {len(missing[3:])} "
-                f"others of {type(model).__name__}: it is one of another model."
+                f"others of {type(model).__name__}: it belongs to another model."
             )
         model.load_state_dict(loaded.state_dict())
 

@@ -119,8 +119,8 @@ class Carry:
 
     def _refuse_recomputing(self, who: str) -> NoReturn:
         raise ValueError(
-            f"{who} recomputes within a slice, so that it is not known which values of earlier ones it wants: leave "
-            "out the checkpointing of your engine, `max_tokens_per_micro_batch` and `memory_budget`."
+            f"{who} recomputes within a slice, and it is then not known which values of earlier slices it needs: "
+            "leave out the checkpointing of your engine, `max_tokens_per_micro_batch` and `memory_budget`."
         )
 
 

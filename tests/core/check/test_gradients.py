@@ -266,7 +266,7 @@ def test_the_check_says_what_it_would_have_found():
     for dtype in (torch.float32, torch.bfloat16):
         result = proven(make(dtype=dtype))
         found[dtype] = result.smallest_mistake
-        assert f"a mistake of {result.smallest_mistake:.1e} of one token" in str(result)
+        assert f"smallest detectable error {result.smallest_mistake:.0e} of one context token" in str(result)
     assert 0 < found[torch.float32] < 1e-4 < found[torch.bfloat16] < 0.3
 
 

@@ -64,7 +64,7 @@ def test_cached_reference_log_probs_are_read_and_train_the_same(model_dir, tmp_p
     first = trained("shared")
     monkeypatch.setattr(DPOTrainer, "compute_ref_log_probs", compute)
     assert_same(first, trained("shared"), tolerance=0)
-    # Padded TRL finds the same cache: our checks leave the data set as it is
+    # Padded TRL finds the same cache: our checks leave the dataset as it is
     assert_same(trained("padded"), first)
 
 

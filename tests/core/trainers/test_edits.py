@@ -155,7 +155,7 @@ def test_trls_collator_is_taken_over_and_one_that_was_set_since_is_named(model_d
     flat = trainer.evaluate()["eval_loss"]
     trainer.data_collator = collator
     assert trainer.evaluate()["eval_loss"] == pytest.approx(flat, rel=FLOAT32)
-    with pytest.raises(EditedRowsError, match="`data_collator` that was set since"):
+    with pytest.raises(EditedRowsError, match="`data_collator` that was set after"):
         trainer.train()
 
 
@@ -331,7 +331,7 @@ def test_what_flat_outputs_cannot_give_is_named():
     refused = {name: f"`{name}` was given to the model beside" for name in given}
     refused |= {f"output_{name}": f"has no `{name}` of rows" for name in ("hidden_states", "attentions")}
     refused["position_ids"], given["position_ids"] = "edited after .*: other `position_ids`", rows
-    refused["return_dict"] = "`return_dict=False`: a flat batch is answered by name"
+    refused["return_dict"] = "`return_dict=False`: the answer to a flat batch has names"
     for name, message in refused.items():
         with pytest.raises(ValueError, match=message):
             model(flat_batch=batch, **{name: given.get(name, True)})

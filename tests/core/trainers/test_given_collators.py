@@ -320,7 +320,7 @@ REFUSED = {
     ),
     "other documents": (
         giving(lambda batch: {**batch, "cu_seq_lens_q": torch.tensor([0, 16, 32])}, documents),
-        "gives `cu_seq_lens_q` of other documents",
+        "gives `cu_seq_lens_q` of documents that differ",
     ),
     "a mask and documents": (
         giving(lambda batch: {**batch, "seq_idx": batch["attention_mask"]}),
@@ -345,7 +345,7 @@ def test_what_has_another_meaning_is_refused_by_name(name):
 
 def test_padding_on_the_left_of_layers_that_carry_a_state_is_refused():
     given = batches(DataCollatorForSeq2Seq(tokenizer("left")), **arguments("sft", model=tiny_model("lfm2")))
-    with pytest.raises(ValueError, match=r"\(DataCollatorForSeq2Seq\) pads row \d on the left, and the model hands"):
+    with pytest.raises(ValueError, match=r"\(DataCollatorForSeq2Seq\) pads row \d on the left, and the model carries"):
         next(given)
 
 

@@ -67,7 +67,7 @@ class Watched(PaddingFreeDPOTrainer):
 
 def test_a_metric_that_is_not_known_is_no_mean_over_parts(model_dir):
     given = {"model": model_dir, "max_tokens_per_micro_batch": 40}
-    with pytest.raises(ValueError, match="Watched logs `longest`, and how parts of a micro-batch combine it is not"):
+    with pytest.raises(ValueError, match="Watched logs `longest`, and the trainer cannot tell how"):
         make_trainer("dpo", "shared", trainer_class=Watched, **given).train()
     known = type("Known", (Watched,), {"extremes": {"longest": max}})
     trainer = make_trainer("dpo", "shared", trainer_class=known, steps=1, logging_steps=1, **given)

@@ -64,7 +64,7 @@ NOT_COMPARED = {
     "draws": ("phimoe", {}, None, "gradients were not compared, because it draws at random in training"),
     "infinite": ("llama", {}, with_infinite_gradients, "because those of a row alone are not finite"),
     "engine": ("llama", {}, None, "because FSDP1 computes whole backward passes only"),
-    "window": ("gpt_neo", UNREACHED, None, "`window_size=300` is longer than the rows that were tried"),
+    "window": ("gpt_neo", UNREACHED, None, "`window_size=300` is longer than the rows that the check tried"),
 }
 
 

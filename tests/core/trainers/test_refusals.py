@@ -186,7 +186,7 @@ REFUSED = {
             "remove_unused_columns": False,
             "dataset_kwargs": {"skip_prepare_dataset": True},
         },
-        "a streaming one, or one with a transform, has none",
+        "Those of a stream, of a dataset with a transform",
     ),
     "no rows": ("dpo", {"train_dataset": Dataset.from_list([])}, "The train data has no rows"),
     "no evaluation rows": ("sft", {"eval_dataset": {"some": Dataset.from_list([])}}, "The some data has no rows"),
@@ -263,10 +263,14 @@ REFUSED = {
     "no loss": (
         "dpo",
         {"loss_type": ["sigmod"]},
-        "`loss_type='sigmod'` is no loss that TRL's DPOTrainer has. It has 'sigmoid', 'hinge', .*, 'sigmoid_norm'. Did "
+        "`loss_type='sigmod'` is not a loss of TRL's DPOTrainer, which has 'sigmoid', 'hinge', .*, 'sigmoid_norm'. Did "
         "you mean `loss_type='sigmoid'`",
     ),
-    "no loss of KTO": ("kto", {"loss_type": "apo"}, "'apo'` is no loss .* It has 'kto', 'apo_zero_unpaired'.$"),
+    "no loss of KTO": (
+        "kto",
+        {"loss_type": "apo"},
+        "'apo'` is not a loss of .* which has 'kto', 'apo_zero_unpaired'.$",
+    ),
     "a class": ("dpo", {"model": LlamaForCausalLM}, "pass `LlamaForCausalLM.from_pretrained"),
     "a class of references": ("dpo", {"ref_model": LlamaForCausalLM}, "`ref_model` is the class LlamaForCausalLM"),
     "a class of adapters": ("sft", {"peft_config": LoraConfig}, r"is the class .* pass `LoraConfig\(...\)`"),
@@ -344,7 +348,7 @@ STREAM = preference_data(8, SEED).to_iterable_dataset()
 MOVED = [
     ("dpo", {"loss_type": ["aot"]}, "`loss_type='aot'`"),
     ("dpo", {"loss_type": ["sigmoid", "sft"]}, "`loss_type='sft'`"),
-    ("dpo", {"train_dataset": STREAM}, "needs a data set of known length"),
+    ("dpo", {"train_dataset": STREAM}, "needs a dataset whose lengths"),
     ("dpo", {"train_sampling_strategy": "batch_rebalance"}, "both decide which examples share a micro-batch"),
     ("kto", {}, "`loss_type='kto'`"),
     ("reward", {"neftune_noise_alpha": 5.0}, "whose noise shrinks with the longest row"),

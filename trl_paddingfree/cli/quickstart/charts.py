@@ -56,7 +56,7 @@ def plot_waste(report: WasteReport, path: str | Path) -> None:
     shown = slots[:: -(-len(slots) // MOST_BATCHES)]
     labels = {
         f"padding ({1 - real / padded:.0%})": PADDING,
-        f"in another row already ({(real - computed) / padded:.0%})": SHARED,
+        f"repeats another row ({(real - computed) / padded:.0%})": SHARED,
         f"computed without padding ({computed / padded:.0%})": COMPUTED,
     }
     for height, (label, color) in zip(shown.T, labels.items(), strict=True):  # the lower bars in front

@@ -45,7 +45,7 @@ MEMORY_NOISE = 0.1
 
 
 def texts(dataset: Dataset) -> Iterator[str]:
-    """Every text of a data set: strings, and the contents of messages."""
+    """Every text of a dataset: strings, and the contents of messages."""
     for row in dataset:
         for value in row.values():
             for turn in value if isinstance(value, list) else [{"content": value}]:
@@ -141,20 +141,20 @@ def print_summary(summary: Figures, console: Console) -> None:
         ("first loss", "first_loss", "{:.5f}", ""),
         ("last loss", "last_loss", "{:.5f}", f"differ by {summary['loss_difference']:.0e}"),
         ("time", "seconds", "{:.1f} s", faster),
-        ("time on cores", "core_seconds", "{:.1f} s", faster),
+        ("CPU time", "core_seconds", "{:.1f} s", faster),
         ("tokens computed", "tokens_computed", "{:,}", saved),
         ("peak memory", "peak_memory_gib", "{:.2f} GiB", saved if tells_memory(summary) else "too little to tell"),
     ):
-        if summary[key]:  # time on cores is `None` on GPUs
+        if summary[key]:  # CPU time is `None` on GPUs
             both = summary[key].values()
             rows.append([name, *map(form.format, both), remark(*both) if callable(remark) else remark])
     console.print(table(title, ["", *right(*LABELS.values()), ""], rows))
     console.print(
-        f"How: {summary['method']}. Of the tokens that padded TRL computes, {summary['saved_by_padding_free']:.0%} are "
-        f"padding, and {summary['saved_by_sharing']:.0%} are computed in another row of the batch already."
+        f"How: {summary['method']}. Of the tokens that padded TRL computes, {summary['saved_by_padding_free']:.0%} "
+        f"are padding, and {summary['saved_by_sharing']:.0%} repeat the start of another row."
     )
     if summary["core_seconds"]:
-        console.print("Time on cores leaves out what other processes on this machine took.")
+        console.print("CPU time leaves out the time of other processes on this machine.")
 
 
 def draw(runs: dict[str, Figures], summary: Figures, path: Path) -> None:

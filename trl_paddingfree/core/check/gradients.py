@@ -108,7 +108,7 @@ class RowsInTraining:
         exceeding = [limit + limit // 4 for limit in limits.values() if limit <= longest_limit]
         self.length = min([max([_LENGTH, *exceeding]), *positions])
         self.notes = tuple(
-            f"`{name}={limit}` is longer than the rows that were tried"
+            f"`{name}={limit}` is longer than the rows that the check tried"
             for name, limit in limits.items()
             if limit >= self.length
         )
@@ -167,7 +167,7 @@ class RowsInTraining:
         with self.watched(inputs) as embedded:
             log_probs = self.answers(inputs)
             if not embedded:
-                raise RuntimeError("its input embeddings are not what it computes with")
+                raise RuntimeError("it does not compute with its input embeddings")
             # Each slice embeds its own tokens, and one more if frequencies follow the longest position. Models with
             # images embed all tokens at once, before their decoder
             sizes = [self.length if batch is None else batch.input_ids.size(1)]
@@ -347,9 +347,9 @@ def check_gradients(in_training: InTraining, prefix_sharing: bool) -> Verdict:
         return Verdict(failure=f"a row alone raises {type(error).__name__}: {first_line}", unmendable=True)
     if reference.lost:
         return Verdict(
-            failure=f"no gradient comes through {', '.join(reference.lost[:3])}, which is frozen. What trains before "
-            "it would get wrong gradients or none, and nothing would say so. Load the model with weights that can be "
-            'trained through, such as `dtype="bfloat16"` or bitsandbytes',
+            failure=f"no gradient comes through {', '.join(reference.lost[:3])}, which is frozen. Layers before "
+            "it would silently get wrong gradients or none. Load the model with weights that pass gradients on, "
+            'such as `dtype="bfloat16"` or bitsandbytes',
             unmendable=True,
         )
     if reference.trains and not reference.alone.at_tokens.any():

@@ -154,7 +154,7 @@ def row_inputs(model: PreTrainedModel, rows: Rows, width: int = 0, prefix_sharin
     pad_token_id = model.config.get_text_config().pad_token_id if pooled else 0
     if pad_token_id is None and classifies_rows(model):
         raise ValueError(
-            f"{type(model).__name__} finds the end of a row by `config.pad_token_id`, which is not set: set "
+            f"{type(model).__name__} finds the end of a row by `config.pad_token_id`, and it is not set: set "
             "`model.config.pad_token_id` to the token that pads your rows."
         )
     lengths = [*map(len, rows)]

@@ -122,10 +122,11 @@ class CheckResult:
             return f"{self.route}: {self.failure}"
         trained = f"; {'in training, ' * bool(self.gradients.failure)}{self.gradients}" if self.gradients else ""
         if self.passed:
-            trained += f"; a mistake of {self.smallest_mistake:.1e} of one token of context would show"
+            trained += f"; smallest detectable error {self.smallest_mistake:.0e} of one context token's effect"
+        leak = f"leak between sequences {self.leak:.1e}" if self.leak else "no leak between sequences"
         return (
-            f"{self.route}: {self.verdict} (error {self.error:.1e}, allowed {self.tolerance:.1e}; leak {self.leak:.1e}"
-            f", a real one would be about {self.effect:.1e}{trained})"
+            f"{self.route}: {self.verdict} (error {self.error:.1e}, allowed {self.tolerance:.1e}; {leak}"
+            f", a real one would be about {self.effect:.1g}{trained})"
         )
 
 

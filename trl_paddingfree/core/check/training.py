@@ -102,8 +102,8 @@ def _one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[tuple[str, ...]]
                     numbers.append(str(i))
             if numbers:
                 left_out.append(
-                    f"in training mode, {len(numbers)} of {len(kinds)} `{name}` ({', '.join(numbers)}) were left out, "
-                    "which are built like the first and the last of their kind"
+                    f"in training mode, {len(numbers)} of {len(kinds)} `{name}` ({', '.join(numbers)}) were left "
+                    "out, because they are built like the first and the last of their kind"
                 )
         with attributes_set(skipped):
             yield tuple(left_out)

@@ -1,1 +1,1 @@
-"""From data sets to batches: loading, TRL's preparation, collators, and what padding wastes."""
+"""From datasets to batches: loading, TRL's preparation, collators, and what padding wastes."""

@@ -10,34 +10,34 @@ from pyarrow.compute import fill_null, list_value_length
 from ..flat.segments import common_prefix
 
 AnyDataset: TypeAlias = Dataset | IterableDataset
-Example = dict[str, Any]  # a row of a data set, by its columns
+Example = dict[str, Any]  # a row of a dataset, by its columns
 
 
 def has_known_lengths(dataset: AnyDataset, columns: Collection[str] = ()) -> bool:
     """
-    Whether all lengths are known before training: not for a stream, or a data set with a transform, or without the
+    Whether all lengths are known before training: not for a stream, or a dataset with a transform, or without the
     `columns` of tokens, which a collator may make.
     """
     return isinstance(dataset, Dataset) and dataset.format["type"] != "custom" and {*columns} <= {*dataset.column_names}
 
 
 def column_names(dataset: AnyDataset) -> list[str]:
-    """The columns of a data set. Those of a stream may have to be read from its first example."""
+    """The columns of a dataset. Those of a stream may have to be read from its first example."""
     return dataset.column_names or list(next(iter(dataset), {}))
 
 
 def has_images(dataset: Any) -> bool:
-    """Whether TRL treats a data set as one with images. Anything but a data set is left for TRL to reject."""
+    """Whether TRL treats a dataset as one with images. Anything but a dataset is left for TRL to reject."""
     return isinstance(dataset, Dataset | IterableDataset) and not {"image", "images"}.isdisjoint(column_names(dataset))
 
 
 def tables_of(dataset: AnyDataset, *columns: str, rows: int = 10_000) -> Iterator[Any]:
-    """Columns of a data set as Arrow tables of up to `rows` rows, without decoding anything."""
+    """Columns of a dataset as Arrow tables of up to `rows` rows, without decoding anything."""
     return dataset.select_columns([*columns]).with_format("arrow").iter(batch_size=rows)
 
 
 def token_lengths(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
-    """`(examples, columns)` int64: number of tokens in each column of a data set, -1 where there is none."""
+    """`(examples, columns)` int64: number of tokens in each column of a dataset, -1 where there is none."""
     lengths = [
         [fill_null(list_value_length(table[column]), -1).to_numpy() for column in columns]
         for table in tables_of(dataset, *columns)

@@ -108,8 +108,8 @@ class PaddedRowsCollator(FlatCollator):
         }.items():
             if is_other:
                 raise ValueError(
-                    f"{self._name} gives `{name}` of other documents than its `position_ids`, which begin again at "
-                    "each: give the same, or `position_ids` alone."
+                    f"{self._name} gives `{name}` of documents that differ from those of its `position_ids`, which "
+                    "restart at each: make them agree, or give `position_ids` alone."
                 )
         # TRL counts such rows as one, so that they are never divided
         return CollatedRows(rows, 1)
@@ -129,9 +129,9 @@ class PaddedRowsCollator(FlatCollator):
                 )
         if rows.get("attention_mask") is None and rows.get("position_ids") is None:
             raise ValueError(
-                f"{self._name} gives neither an `attention_mask` nor `position_ids`, only {list(rows)}: without one of "
-                "them, nothing says what is padding, and TRL counts no tokens. If the data set has the column, set "
-                "`remove_unused_columns=False`."
+                f"{self._name} gives neither an `attention_mask` nor `position_ids`, only {list(rows)}: without one "
+                "of them, the trainer cannot tell what is padding, and TRL counts no tokens. If the dataset has "
+                "the column, set `remove_unused_columns=False`."
             )
         shape: Any = getattr(rows["input_ids"], "shape", None)
         for name in ("input_ids", "labels", "attention_mask", "position_ids"):
@@ -154,8 +154,8 @@ class PaddedRowsCollator(FlatCollator):
                 raise ValueError(f"{self._name} gives `{name}` of type {value.dtype}, and these are whole numbers.")
         if rows.get("attention_mask") is not None and (found := rows.keys() & {*_BOUNDARIES}):
             raise ValueError(
-                f"{self._name} gives an `attention_mask` and `{min(found)}`: with a mask, models do not keep documents "
-                "of one row apart. Give `position_ids` in place of the mask, or leave these out."
+                f"{self._name} gives an `attention_mask` and `{min(found)}`: with a mask, models do not keep "
+                "documents of one row apart. Give `position_ids` instead of the mask, or leave them out."
             )
 
     def flatten(self, rows: Inputs, images: Any = None) -> FlatBatch:
@@ -172,8 +172,9 @@ class PaddedRowsCollator(FlatCollator):
         is_left = row_starts(real) > 0
         if is_left.any() and self.carries_state:
             raise ValueError(
-                f"{self._name} pads row {int(is_left.int().argmax())} on the left, and the model hands a state on from "
-                "token to token, also from padding: set `tokenizer.padding_side = 'right'`, or `padding_free=False`."
+                f"{self._name} pads row {int(is_left.int().argmax())} on the left, and the model carries state from "
+                "token to token, also out of padding: set `tokenizer.padding_side = 'right'`, or "
+                "`padding_free=False`."
             )
         if (found := scores_padding(labels, real)).any():
             row = int(found.int().argmax())

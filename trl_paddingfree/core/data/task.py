@@ -77,7 +77,7 @@ class Task:
 
 def task_of(columns: Sequence[str], tasks: Iterable[Task], with_images: Collection[Task] = ()) -> Task:
     """
-    The first of `tasks` that a data set's columns fit. Refuses columns that fit none, and images unless the task is one
+    The first of `tasks` that a dataset's columns fit. Refuses columns that fit none, and images unless the task is one
     of those `with_images`.
 
     >>> from trl_paddingfree.registry import TASKS
@@ -88,10 +88,10 @@ def task_of(columns: Sequence[str], tasks: Iterable[Task], with_images: Collecti
     for task in tasks:
         if any(map(names.issuperset, task.found_by)):
             if names & {"image", "images"} and task not in with_images:
-                raise ValueError(f"The data set has columns {sorted(names)}: {task.name} does not train on images.")
+                raise ValueError(f"The dataset has columns {sorted(names)}: {task.name} does not train on images.")
             return task
     raise ValueError(
-        f"The data set has columns {sorted(names)}. Preference data needs 'chosen' and 'rejected' (and 'prompt', "
+        f"The dataset has columns {sorted(names)}. Preference data needs 'chosen' and 'rejected' (and 'prompt', "
         "unless they repeat it), or 'prompt', 'completion' and 'label'; instruction data needs 'messages', "
         "'conversations', 'prompt' and 'completion', 'text' or 'input_ids'; prompts need 'prompt'. Rename yours, see "
         "https://huggingface.co/docs/trl/dataset_formats."

@@ -253,7 +253,7 @@ def row_starts(attention_mask: torch.Tensor) -> torch.Tensor:
     gaps = begins.sum(1) > 1
     if gaps.any():
         raise ValueError(
-            f"Row {int(gaps.int().argmax())} of `attention_mask` has padding between its tokens, and a flat batch has "
-            "no place for it: pad rows on their left and on their right only, or set `padding_free=False`."
+            f"Row {int(gaps.int().argmax())} of `attention_mask` has padding between its tokens, and a flat batch "
+            "has no place for it: pad rows only on the left and on the right, or set `padding_free=False`."
         )
     return mask.argmax(1)

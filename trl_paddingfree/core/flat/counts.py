@@ -44,7 +44,7 @@ class BatchCounts:
     as_tuple = astuple  # the counts, in the order above
 
 
-# What is counted of a data set: the number of rows that TRL keeps; lengths before truncation, `(rows, sequences)`; and
+# What is counted of a dataset: the number of rows that TRL keeps; lengths before truncation, `(rows, sequences)`; and
 # a function that counts a batch of kept rows, given their indices
 Counted = tuple[int, np.ndarray, Callable[[np.ndarray], BatchCounts]]
 

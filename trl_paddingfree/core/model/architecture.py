@@ -27,8 +27,7 @@ def transformers_model(model: torch.nn.Module, function: str) -> PreTrainedModel
         raise TypeError(f"`{function}` takes a model of transformers, and there is none in a {type(model).__name__}.")
     if base.config.is_encoder_decoder:
         raise ValueError(
-            f"{type(base).__name__} has an encoder and a decoder, which is not supported: `{function}` takes "
-            "models with a decoder alone."
+            f"{type(base).__name__} has an encoder and a decoder, and `{function}` supports decoder-only models."
         )
     return base
 

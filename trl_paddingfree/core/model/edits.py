@@ -48,7 +48,9 @@ def refuse_unanswerable(model: PreTrainedModel, inputs: Inputs) -> None:
         if inputs.get(argument) if is_fused else wants(model.config, inputs, argument):
             raise ValueError(f"`{argument}=True`: a flat batch has no `{output}` of rows: {_WITHOUT}.")
     if inputs.get("return_dict") is False:
-        raise ValueError("`return_dict=False`: a flat batch is answered by name. Leave it out, and call `.to_tuple()`.")
+        raise ValueError(
+            "`return_dict=False`: the answer to a flat batch has names. Leave it out, and call `.to_tuple()`."
+        )
 
 
 @torch.compiler.disable
@@ -96,12 +98,12 @@ def refuse_edits(results: torch.Tensor) -> None:
 def refuse_lost_batch(inputs: Inputs) -> None:
     """Reject the inputs of a training step that lack the flat batch, or the rows that a budget divides into parts."""
     raise EditedRowsError(
-        "The inputs of `training_step` have no `rows`, which parts of them are made of: pass on all that the collator "
+        "The inputs of `training_step` have no `rows`, from which parts are made: pass on all that the collator "
         "gave, made with `keeps_rows=True`, or leave `memory_budget` and `max_tokens_per_micro_batch` out."
         if "flat_batch" in inputs
         else f"The inputs of `training_step` have no `flat_batch`, only {list(inputs)}: pass on all that the data "
-        "loader gave. A `data_collator` that was set since the trainer was made gives none: give it to the trainer "
-        "when you make it, or set `padding_free=False`."
+        "loader gave. A `data_collator` that was set after the trainer was made gives none: pass it when you "
+        "make the trainer, or set `padding_free=False`."
     )
 
 

@@ -256,8 +256,8 @@ def flat_backbone(
         yield answers
     if not answers:
         raise ValueError(
-            f"The forward of {type(model).__name__} calls neither its `base_model` nor its decoder, so nothing tells "
-            "its layers of the flat batch: call it with `fused_lm_head=True`, or set `padding_free=False`."
+            f"The forward of {type(model).__name__} calls neither its `base_model` nor its decoder, so its layers "
+            "do not learn of the flat batch: call it with `fused_lm_head=True`, or set `padding_free=False`."
         )
 
 

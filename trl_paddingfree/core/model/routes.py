@@ -118,8 +118,8 @@ def choose_route(
     if backend == "auto" and chosen == "segment" and device.type == "cuda":
         logger.warning_once(
             f"{type(model).__name__} trains by «{describe(chosen, loaded_with)}», because PyTorch's flash attention "
-            f"cannot serve it: {'; '.join(reasons['varlen'])}. That is exact, but calls attention once for each group "
-            "of segments in place of once for all: the more the lengths of a batch differ, the slower."
+            f"cannot serve it: {'; '.join(reasons['varlen'])}. That is exact, but calls attention once for each "
+            "group of segments instead of once for all: the more the lengths of a batch differ, the slower."
         )
     shares = prefix_sharing and not why_not_to_share(chosen, loaded_with)
     return Route(chosen, loaded_with, shares, mixers().way(model))
@@ -128,7 +128,7 @@ def choose_route(
 def why_not_to_share(backend: BackendName, loaded_with: str) -> str:
     """Why a backend rules out sharing prefixes, on any model; empty if only a check can tell."""
     if backend == "positions":
-        return f"{loaded_with!r} is told of sequences, not of trees; load the model with 'sdpa' to share them"
+        return f"{loaded_with!r} takes no trees of prefixes; load the model with 'sdpa' to share them"
     return ""
 
 

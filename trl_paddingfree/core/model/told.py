@@ -155,8 +155,8 @@ def _dispatch(attend: Attention, previous: str, module, query, key, value, atten
     is_unlike = attention_mask is not None and not torch.compiler.is_exporting()
     if is_unlike and attention_mask.shape == (1, 1, 1, 1) and key.size(2) > 1:
         raise RuntimeError(
-            "The mask that tells attention of a flat batch was copied on its way, and is now one like any other, under "
-            "which all tokens see one another. Leave out what copies or offloads arguments of layers."
+            "The mask that tells attention of a flat batch was copied on its way, and the copy lets all tokens see "
+            "one another. Leave out what copies or offloads arguments of layers."
         )
     return upstream.attention_function(previous, module)(module, query, key, value, attention_mask, **kwargs)
 

@@ -80,7 +80,7 @@ def config_of(trainer_class: Any, arguments: Arguments) -> TrainingArguments:
         if known and loss not in known and trainer_class.__module__.startswith("trl_paddingfree."):
             meant = did_you_mean(str(loss), known, "loss_type={!r}")
             raise ValueError(
-                f"`loss_type={loss!r}` is no loss that TRL's {trl_trainer.__name__} has. It has "
+                f"`loss_type={loss!r}` is not a loss of TRL's {trl_trainer.__name__}, which has "
                 f"{', '.join(map(repr, known))}.{meant}"
             )
     return config
@@ -163,7 +163,7 @@ def _kinds(hint: object) -> list[object]:
 
 
 def given_datasets(arguments: Arguments) -> list[tuple[str, AnyDataset]]:
-    """The data sets among the arguments of a trainer, with their names."""
+    """The datasets among the arguments of a trainer, with their names."""
     eval_dataset = arguments.get("eval_dataset")
     eval_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
     datasets = [("train", arguments.get("train_dataset")), *eval_datasets.items()]

@@ -108,7 +108,8 @@ def refuse_unflattenable(arguments: Arguments, task: Task, collator: type[FlatCo
     if config.per_device_train_batch_size == 1 and isinstance(config, SFTConfig) and not config.packing:
         logger.warning(
             "`padding_free=True` with `per_device_train_batch_size=1`: there is next to nothing to gain, because a "
-            "batch of one example has next to no padding. Use a larger batch and fewer `gradient_accumulation_steps`."
+            "batch of one example has almost no padding. Use a larger batch and fewer "
+            "`gradient_accumulation_steps`."
         )
 
 
@@ -214,9 +215,9 @@ def warn_of_dropout(model: PreTrainedModel, config: TrainingArguments) -> None:
         alike = [option for option in options if "drop" in option and options[option] == value]
         words = f"`{name}`" if name in options or not alike else " or ".join(f"`{option}`" for option in alike)
         logger.warning(
-            f"{type(model).__name__} draws dropout by a function (`{name}={value}`), which `disable_dropout=True` does "
-            f"not reach, with padding either: no two layouts draw the same masks. Set {words} to 0 in the model's "
-            "configuration for figures that can be compared."
+            f"{type(model).__name__} draws dropout by a function (`{name}={value}`), which `disable_dropout=True` "
+            "does not reach, with padding either: padded and flat runs draw different masks. To compare figures, "
+            f"set {words} to 0 in the model's configuration."
         )
 
 
@@ -251,7 +252,7 @@ def warn_of_precision(in_force: str, config: TrainingArguments) -> None:
     asked = "bf16" if config.bf16 else "fp16" if config.fp16 else "no"
     if in_force != asked:
         logger.warning(
-            f"Training runs with `mixed_precision={in_force!r}`, which `accelerate launch` was given (by its "
+            f"Training runs with `mixed_precision={in_force!r}`, as `accelerate launch` was told (by its "
             f"configuration or `--mixed_precision`), in spite of `bf16={config.bf16}, fp16={config.fp16}`. Change one "
             "of them."
         )
@@ -297,8 +298,8 @@ def refuse_lost_router_loss(options: PaddingFreeOptions, config: TrainingArgumen
     if options.has_budget and upstream.is_reentrant(config) and reasons:
         raise ValueError(
             f"`gradient_checkpointing_kwargs={{'use_reentrant': True}}` cannot be combined with {reasons[0]} and "
-            "`memory_budget` or `max_tokens_per_micro_batch`: layers that recompute so lose gradients of the router's "
-            "loss, and which do follows from the budget. Set `use_reentrant` to `False`."
+            "`memory_budget` or `max_tokens_per_micro_batch`: layers that recompute this way lose gradients of the "
+            "router loss, and the budget decides which layers recompute. Set `use_reentrant` to `False`."
         )
 
 
@@ -343,13 +344,13 @@ def refuse_to_look_ahead(
     arranging = f"`arrange_micro_batches={options.arrange_micro_batches!r}`"
     if has_images(train_dataset):
         raise ValueError(
-            f"{arranging} goes by the lengths of all examples, and TRL processes images on the fly: those of examples "
-            "with images are not known before. Leave it out."
+            f"{arranging} needs the lengths of all examples, and TRL processes images on the fly: with images, "
+            "lengths are not known before training. Leave it out."
         )
     if not has_known_lengths(train_dataset, columns):
         raise ValueError(
-            f"{arranging} needs a data set of known length to look ahead in, and a streaming one, or one with a "
-            "transform, has none, nor one without tokens: leave it out, or load the data set without `streaming`."
+            f"{arranging} needs a dataset whose lengths are known in advance. Those of a stream, of a dataset with "
+            "a transform and of one without tokens are not: leave it out, or load the dataset without `streaming`."
         )
     if config.train_sampling_strategy == "batch_rebalance":
         raise ValueError(

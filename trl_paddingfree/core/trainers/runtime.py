@@ -111,7 +111,7 @@ class Runtime:
         if chosen.prefix_sharing and not proven.prefix_sharing:
             raise UnprovenModelError(
                 f"{type(self.trained.model).__name__} cannot share prefixes, which was found out after the first "
-                "batches had been laid out: set `prefix_sharing=False`."
+                "batches were made: set `prefix_sharing=False`."
             )
 
     def _compile(self, models: Models, proves: bool = True) -> None:
@@ -165,8 +165,9 @@ class Runtime:
             return
         if vars(trainer).get("is_distributed_loading_by_transformers"):  # not in all versions of transformers
             raise ValueError(
-                "`distributed_config` shards the model as it is loaded, and budgets know of accelerate's engines only: "
-                "leave `memory_budget` and `max_tokens_per_micro_batch` out, or shard with FSDP2 of accelerate."
+                "`distributed_config` shards the model as it is loaded, and budgets support accelerate's engines "
+                "only: leave `memory_budget` and `max_tokens_per_micro_batch` out, or shard with FSDP2 of "
+                "accelerate."
             )
         with random_state_restored(model):  # the user's collator may draw
             with self.check.in_precision():
