@@ -116,7 +116,7 @@ def test_the_table_says_what_is_less_and_what_is_more(capsys, tmp_path, own):
     for run in ("run 1 of 2: DPO, padding-free", "run 2 of 2: DPO, TRL, padded"):
         assert run in printed
     assert "% less" in printed
-    assert re.search(r"\d+% are padding, and \d+% are computed in another row", " ".join(printed.split()))
+    assert re.search(r"\d+% are padding, and \d+% repeat the start of another row", " ".join(printed.split()))
 
 
 @pytest.mark.parametrize(("padded", "ours", "verdict"), [(0.01, 0.1, "too little to tell"), (1.0, 0.5, "50% less")])

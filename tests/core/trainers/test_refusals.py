@@ -670,9 +670,9 @@ def test_without_padding_free_nothing_is_refused_or_counted(caplog):
     ("model_type", "config", "disable", "warned"),
     [
         ("opt", {"dropout": 0.1}, True, "`dropout=0.1`"),
-        ("llama", {"attention_dropout": 0.2}, True, "Set `attention_dropout` to 0"),
+        ("llama", {"attention_dropout": 0.2}, True, "set `attention_dropout` to 0"),
         pytest.param(
-            *("gptj", {"attn_pdrop": 0.2}, True, "Set `attn_pdrop` to 0"),
+            *("gptj", {"attn_pdrop": 0.2}, True, "set `attn_pdrop` to 0"),
             marks=pytest.mark.skipif(is_older("5.24"), reason="GPT-J's is a module, which TRL turns off"),
         ),
         ("opt", {"dropout": 0.1}, False, None),
