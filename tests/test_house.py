@@ -46,10 +46,9 @@ CORE = {
 # Imports of capabilities that are still to be cut: nothing but the registry and the commands may name a capability
 TO_CUT = {
     "core/trainers": {
-        "arranging", "budgets", "data_checks", "resuming",
+        "arranging", "budgets", "resuming",
     },
     "budgets": {"slices"},
-    "heads": {"data_checks"},
     "online": {"budgets"},
 }  # fmt: skip
 DOORS = ("__init__", "__main__", "capabilities", "cli", "registry")

@@ -10,10 +10,10 @@ from datasets import Dataset, concatenate_datasets
 from datasets.utils import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from ..capabilities import module_of
 from ..core.data.lengths import token_lengths
 from ..core.data.task import Task
 from ..core.flat.counts import BatchCounts, Counted
-from ..data_checks.validate import refuse_unread_instructions
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,8 @@ def _text_counts(
     """
     if task.prepare is None:
         raise ValueError(f"The task {task.name!r} has no `prepare`: give it a function that tokenizes raw data.")
-    if task.name == "sft":
-        refuse_unread_instructions(dataset, "inspected")
+    if task.name == "sft" and (checks := module_of("data_checks", "validate")) is not None:
+        checks.refuse_unread_instructions(dataset, "inspected")
     max_length, prepare = options["max_length"], partial(task.prepare, truncation_mode=options["truncation_mode"])
     rows = prepare(dataset, tokenizer, max_length=None)
     lengths = np.stack([token_lengths(rows, sequence).sum(1) for sequence in task.sequences], 1)

@@ -1,19 +1,15 @@
 """KTO without padding."""
 
-from typing import Any
-
 import numpy as np
 from trl import KTOConfig, KTOTrainer
 
 from ..core import upstream
 from ..core.data.collate import UnpairedPreferenceCollator
-from ..core.data.lengths import AnyDataset, column_names
 from ..core.data.task import Task
 from ..core.flat.batch import Inputs
 from ..core.trainers.composed import CollatedTrainer
 from ..core.trainers.configs import Arguments, PaddingFreeKTOConfig
 from ..core.trainers.runtime import when_flat
-from ..data_checks.validate import log_dropped, refuse_unread
 
 KTO = Task(
     name="kto",
@@ -76,18 +72,6 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
     def example_lengths(self) -> np.ndarray:
         lengths, limit = super().example_lengths().sum(1, keepdims=True), self.collated_by("max_length")
         return lengths if limit is None else np.minimum(lengths, limit)
-
-    def refuse_rows(self, dataset: AnyDataset, name: str, config: Any) -> None:
-        refuse_unread(dataset, name, "KTO", ("prompt", "completion", "label"), ("chosen", "rejected"))
-        super().refuse_rows(dataset, name, config)
-
-    @when_flat
-    def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
-        self.refuse_rows(dataset, dataset_name, args)
-        prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
-        per_row = 2 if {"chosen", "rejected"} <= {*column_names(dataset)} else 1  # TRL turns a pair into two examples
-        log_dropped(dataset_name, dataset, prepared, args.max_length, per_row=per_row)
-        return prepared
 
     @when_flat
     def _compute_kl_logps(self, model, batch):

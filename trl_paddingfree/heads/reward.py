@@ -1,20 +1,16 @@
 """Reward models without padding."""
 
-from typing import Any
-
 import numpy as np
 from peft import PeftConfig, TaskType
 from trl import RewardConfig, RewardTrainer
 
 from ..core import upstream
 from ..core.data.collate import RewardCollator
-from ..core.data.lengths import AnyDataset, column_names, pair_lengths
+from ..core.data.lengths import pair_lengths
 from ..core.data.task import Task
 from ..core.flat.batch import Inputs
 from ..core.trainers.composed import CollatedTrainer
 from ..core.trainers.configs import Arguments, PaddingFreeRewardConfig
-from ..core.trainers.runtime import when_flat
-from ..data_checks.validate import check_preferences, log_dropped, refuse_unread
 
 REWARD = Task(
     name="reward",
@@ -25,13 +21,6 @@ REWARD = Task(
     collator=RewardCollator,
     prepare=upstream.preparation(RewardTrainer, RewardConfig),
 )
-
-_FORMATS = (("chosen", "rejected"), ("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids"))
-
-
-def _is_prepared(dataset: AnyDataset) -> bool:
-    """Whether data has tokens already."""
-    return any(map({*column_names(dataset)}.issuperset, _FORMATS[1:]))
 
 
 class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
@@ -86,16 +75,3 @@ class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
 
     def example_lengths(self) -> np.ndarray:
         return pair_lengths(self.train_dataset, *self.task.token_columns)
-
-    def refuse_rows(self, dataset: AnyDataset, name: str, config: Any) -> None:
-        refuse_unread(dataset, name, "a reward model", *_FORMATS[_is_prepared(dataset) :])
-        super().refuse_rows(dataset, name, config)
-
-    @when_flat
-    def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
-        self.refuse_rows(dataset, dataset_name, args)
-        if not _is_prepared(dataset):
-            dataset = check_preferences(dataset, processing_class, dataset_name, args)
-        prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
-        log_dropped(dataset_name, dataset, prepared, args.max_length, "is too short for")
-        return prepared

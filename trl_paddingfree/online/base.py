@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import ProcessorMixin
 
 from ..budgets.planner import MemoryPlanner
 from ..core import upstream
-from ..core.data.lengths import has_images
 from ..core.data.rows import Make, PromptGroups, generated_on_host
 from ..core.data.task import Task
 from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
@@ -20,7 +18,7 @@ from ..core.model.flat_model import FlatModel, Flattener
 from ..core.model.restored import attributes_set
 from ..core.trainers.base import FlatTrainer
 from ..core.trainers.configs import Arguments
-from ..core.trainers.refusals import embeddings_of, is_ours, refuse_to_move, refuse_tokens_beyond
+from ..core.trainers.refusals import is_ours, refuse_to_move
 from ..core.trainers.runtime import when_flat
 from ..coupling import own_steps
 from .order import by_prompt
@@ -71,19 +69,6 @@ class Online(FlatTrainer):
                 "`memory_budget='auto'` with `vllm_mode='colocate'` does not know what vLLM leaves: set the GiB "
                 "that this process may use, including what vLLM holds."
             )
-
-    def refuse_unknown_tokens(self) -> None:
-        data: Any = self.train_dataset
-        tokenizer: Any = self.processing_class
-        size = embeddings_of(self.flat_base(self.model))
-        is_text = isinstance(data, Dataset) and "prompt" in data.column_names and not has_images(data)
-        makes_prompts = self.environment_factories or vars(self).get("rollout_func")
-        # Prompts become tokens when they are drawn: only a tokenizer that is too large is worth a look at all of them
-        if not is_text or makes_prompts or size is None or isinstance(tokenizer, ProcessorMixin):
-            return
-        if len(tokenizer) > size:
-            prompts = Dataset.from_dict({"prompt_ids": self._tokenize_prompts(list(data["prompt"]))[0]})
-            refuse_tokens_beyond(self.flat_base(self.model), tokenizer, [("train", prompts)], ["prompt_ids"])
 
     # --- rows become flat -------------------------------------------------------------------------------------------
 

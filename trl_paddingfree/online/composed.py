@@ -6,10 +6,11 @@ from ..capabilities import classes_of
 from .base import Online
 
 if TYPE_CHECKING:  # the same bases, for editors and type checkers
+    from ..data_checks.trainers import Online as CheckedOnline
     from ..groups.trainers import Online as GroupsOnline
     from ..images.trainers import Online as ImagesOnline
 
-    class OnlineTrainer(ImagesOnline, GroupsOnline, Online):
+    class OnlineTrainer(CheckedOnline, ImagesOnline, GroupsOnline, Online):
         pass
 else:
 

@@ -14,16 +14,15 @@ from transformers import PreTrainedModel, Trainer
 from ...budgets.needs import HeadBytes, fused_head
 from ...budgets.planner import MemoryPlanner
 from ...budgets.steps import Part, weigh_last_batch
-from ...data_checks.columns import refuse_wrong_values
 from ...resuming.checkpoints import append_to_card, checkpoint_to_resume, invalidate, naming_weights
-from ..data.lengths import AnyDataset, has_images
+from ..data.lengths import has_images
 from ..data.task import Task
 from ..flat.batch import Inputs
 from ..flat.counts import BatchCounts, of_all_processes
 from ..model.restored import attributes_set
 from ..versions import naming_versions, refuse_moved_names
 from . import refusals
-from .configs import Arguments, PaddingFreeOptions, config_of, given_datasets, silence
+from .configs import Arguments, PaddingFreeOptions, config_of, silence
 from .engine import base_of
 from .proving import Proof, StartUpCheck
 from .runtime import Runtime, when_flat
@@ -114,17 +113,10 @@ class FlatTrainer(Trainer):
         refusals.refuse_unflattenable(arguments, self.task, collator)
         refusals.refuse_beside_budget(self.flat.options, arguments["args"])
         self.refuse_images(arguments)
-        if refusals.reads_rows(type(self), arguments):  # TRL prepares data once it has loaded the models
-            for name, dataset in given_datasets(arguments):
-                self.refuse_rows(dataset, name, arguments["args"])
 
     def refuse_images(self, arguments: Arguments) -> None:
         """Refuse data with images, unless a capability trains on them."""
         refusals.refuse_images(arguments)
-
-    def refuse_rows(self, dataset: AnyDataset, name: str, config: Any) -> None:
-        """Refuse raw data that TRL is to prepare if the task cannot read it."""
-        refuse_wrong_values(dataset, name, self.task, vars(config).get("dataset_text_field", "text"))
 
     def collator_of(self, with_images: bool) -> type:
         """The collator class that makes flat batches of data with or without images."""
@@ -159,11 +151,6 @@ class FlatTrainer(Trainer):
         """Refuse options that would change losses or gradients, such as moving examples between micro-batches."""
         raise NotImplementedError
 
-    def refuse_unknown_tokens(self) -> None:
-        """Refuse prepared data with tokens that the model has no embeddings for: on a GPU, the process would abort."""
-        prepared = given_datasets({"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset})
-        refusals.refuse_tokens_beyond(self.flat_base(self.model), self.processing_class, prepared, self.task.columns)
-
     def flat_models(self) -> list[torch.nn.Module]:
         """The models that compute batches, wrapped or not: the trained one first."""
         return [self.model] if self.ref_model is None else [self.model, self.ref_model]
@@ -174,7 +161,6 @@ class FlatTrainer(Trainer):
 
     def start_flat(self) -> None:
         """Prove the models, and have them compute flat batches."""
-        self.refuse_unknown_tokens()
         self.flat.start(self)
 
     def refuse_small_budget(self, planner: MemoryPlanner) -> None:

@@ -6,10 +6,11 @@ from ...capabilities import classes_of
 from .collated import Collated
 
 if TYPE_CHECKING:  # the same bases, for editors and type checkers
+    from ...data_checks.trainers import Collated as CheckedCollated
     from ...groups.trainers import Collated as GroupsCollated
     from ...images.trainers import Collated as ImagesCollated
 
-    class CollatedTrainer(ImagesCollated, GroupsCollated, Collated):
+    class CollatedTrainer(CheckedCollated, ImagesCollated, GroupsCollated, Collated):
         pass
 else:
 

@@ -1,15 +1,13 @@
 """DPO without padding."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from trl import DPOConfig, DPOTrainer
 
-from ...data_checks.validate import check_preferences, log_dropped, refuse_missing_prompts, refuse_unread
 from .. import upstream
 from ..data.collate import PreferenceCollator
-from ..data.lengths import AnyDataset, truncated
+from ..data.lengths import truncated
 from ..data.task import Task
 from ..flat.batch import Inputs
 from .composed import CollatedTrainer
@@ -79,19 +77,6 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
 
     def example_lengths(self) -> np.ndarray:
         return truncated(super().example_lengths(), *map(self.collated_by, ("max_length", "truncation_mode")))
-
-    def refuse_rows(self, dataset: AnyDataset, name: str, config: Any) -> None:
-        refuse_unread(dataset, name, "DPO", ("prompt", "chosen", "rejected"), ("chosen", "rejected"))
-        super().refuse_rows(dataset, name, config)
-        refuse_missing_prompts(dataset, name)
-
-    @when_flat
-    def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
-        self.refuse_rows(dataset, dataset_name, args)
-        dataset = check_preferences(dataset, self._tokenizer, dataset_name, args)
-        prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
-        log_dropped(dataset_name, dataset, prepared, args.max_length)
-        return prepared
 
     @when_flat
     def compute_ref_log_probs(self, model, inputs):

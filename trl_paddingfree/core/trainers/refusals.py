@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
-from datasets import Dataset, IterableDataset
+from datasets import IterableDataset
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.training_args import OptimizerNames
@@ -17,7 +17,6 @@ from transformers.utils import logging
 from trl import SFTConfig
 
 from ...budgets.device import budget_bytes
-from ...data_checks.validate import log_unread, refuse_bad_tokens, refuse_misspelt_roles, refuse_unknown_tokens
 from .. import upstream
 from ..data.collate import FlatCollator
 from ..data.lengths import AnyDataset, column_names, has_images, has_known_lengths
@@ -57,8 +56,7 @@ def refuse_classes(arguments: Arguments) -> None:
 
 def refuse_unflattenable(arguments: Arguments, task: Task, collator: type[FlatCollator]) -> None:
     """
-    Refuse trainer arguments that rule out flat batches, which the class `collator` makes, and log which columns of the
-    data TRL does not read.
+    Refuse trainer arguments that rule out flat batches, which the class `collator` makes.
     """
     config, model, peft_config = arguments["args"], arguments["model"], arguments.get("peft_config")
     if reason := why_padded_by(model.active_peft_config if isinstance(model, PeftModel) else peft_config):
@@ -78,15 +76,6 @@ def refuse_unflattenable(arguments: Arguments, task: Task, collator: type[FlatCo
                 f"`sequence_parallel_size={size}` of this package, or set `padding_free=False`."
             )
     refuse_no_folder(config.output_dir)
-    for name, dataset in given_datasets(arguments):
-        if isinstance(dataset, Dataset) and not len(dataset):
-            raise ValueError(f"The {name} data has no rows. Look at what selected them, or pass other data.")
-        if arguments.get("formatting_func") is None:  # it reads what it likes
-            refuse_misspelt_roles(dataset, name, task)
-            if not given and not arguments.get("environment_factory"):
-                log_unread(dataset, name, task, vars(config).get("dataset_text_field", "text"))
-        if isinstance(config, SFTConfig):
-            refuse_bad_tokens(dataset, name)
     tokenizer: Any = arguments.get("processing_class")
     if isinstance(tokenizer, ProcessorMixin):
         tokenizer = tokenizer.tokenizer
@@ -117,39 +106,6 @@ def is_ours(trainer_class: type, method: str) -> bool:
     """Whether no subclass of the user's has overridden a method of our trainers, or has brought it."""
     owner = next((cls for cls in trainer_class.__mro__ if method in vars(cls)), None)
     return owner is None or owner.__module__.startswith("trl_paddingfree.")
-
-
-def reads_rows(trainer_class: type, arguments: Arguments) -> bool:
-    """Whether TRL prepares the data, and no function or method of the user's, which may read anything."""
-    makes_rows = any(arguments.get(name) for name in ("formatting_func", "environment_factory", "rollout_func"))
-    skips = (vars(arguments["args"]).get("dataset_kwargs") or {}).get("skip_prepare_dataset")
-    return is_ours(trainer_class, "_prepare_dataset") and not (
-        makes_rows or skips or has_images(arguments.get("train_dataset"))
-    )
-
-
-def embeddings_of(model: PreTrainedModel) -> int | None:
-    """How many tokens the embeddings of a model have, or had before they were sharded; `None` if it does not say."""
-    modules = model.get_input_embeddings().modules()  # adapters may wrap the embeddings
-    return next((vars(module)["num_embeddings"] for module in modules if "num_embeddings" in vars(module)), None)
-
-
-def refuse_tokens_beyond(
-    model: PreTrainedModel, processor: Any, datasets: Iterable[tuple[str, AnyDataset]], columns: Sequence[str]
-) -> None:
-    """Refuse data with tokens that the `model` has no embeddings for; the `processor` may have made them."""
-    if (size := embeddings_of(model)) is None:
-        return
-    tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
-    advice = "Tokenize with the model's own tokenizer."
-    if isinstance(tokenizer, PreTrainedTokenizerBase) and (number := len(tokenizer)) > size:
-        advice = (
-            f"The tokenizer has {number} tokens: pass the model's own as `processing_class`, or call "
-            f"`model.resize_token_embeddings({number})`."
-        )
-    columns = [column for column in columns if column.endswith("ids") or column == "labels"]
-    for name, dataset in datasets:
-        refuse_unknown_tokens(dataset, name, columns, size, advice)
 
 
 def refuse_no_folder(output_dir: str) -> None:

@@ -8,10 +8,8 @@ from transformers.trainer_pt_utils import LabelSmoother
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from ...data_checks.validate import log_dropped, refuse_unread_instructions
 from .. import upstream
 from ..data.collate import FlatCollator, LanguageModelingCollator
-from ..data.lengths import AnyDataset
 from ..data.padded import PaddedRowsCollator
 from ..data.task import Task
 from ..flat.batch import IGNORE_INDEX, Inputs
@@ -108,10 +106,6 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
             reasons.append(f"`neftune_noise_alpha={alpha}` and packing")  # noise scales with the packed row's length
         return reasons
 
-    def refuse_rows(self, dataset: AnyDataset, name: str, config: Any) -> None:
-        refuse_unread_instructions(dataset, name, config.dataset_text_field)
-        super().refuse_rows(dataset, name, config)
-
     def part_sizes(self, inputs: Inputs) -> dict[str, int]:
         scored = int((inputs["labels"][:, 1:] != IGNORE_INDEX).sum())
         return dict.fromkeys(("loss", "entropy", "mean_token_accuracy"), scored)
@@ -121,15 +115,6 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
             return [f"{type(self.flat_base(self.model)).__name__}, whose loss is a mean over each micro-batch"]
         is_apart = self.accelerator.num_processes > 1 and not self.args.average_tokens_across_devices
         return ["`average_tokens_across_devices=False`"] if is_apart else []
-
-    @when_flat
-    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
-        if formatting_func is None:
-            self.refuse_rows(dataset, dataset_name, args)
-        prepared = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
-        if not packing:
-            log_dropped(dataset_name, dataset, prepared, args.max_length)
-        return prepared
 
     @when_flat
     def compute_loss(self, model, inputs, *args, **kwargs):

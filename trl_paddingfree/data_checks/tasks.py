@@ -1,0 +1,116 @@
+"""What is checked of data, by the task that reads it."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from trl import SFTConfig
+
+from ..core.data.lengths import AnyDataset, column_names, has_images
+from ..core.data.task import Task
+from ..core.trainers.configs import Arguments, given_datasets
+from ..core.trainers.refusals import is_ours
+from .columns import refuse_wrong_values
+from .validate import (
+    log_unread,
+    refuse_bad_tokens,
+    refuse_missing_prompts,
+    refuse_misspelt_roles,
+    refuse_unknown_tokens,
+    refuse_unread,
+    refuse_unread_instructions,
+)
+
+# By the names of tasks, what reads the data, and the columns that it reads, the first of these that there are. SFT has
+# rules of its own
+_PAIR = ("chosen", "rejected")
+_READ: dict[str, tuple[str, tuple[tuple[str, ...], ...]]] = {
+    "dpo": ("DPO", (("prompt", *_PAIR), _PAIR)),
+    "kto": ("KTO", (("prompt", "completion", "label"), _PAIR)),
+    "reward": ("a reward model", (_PAIR, ("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids"))),
+}
+CHECKED = (*_READ, "sft")
+
+
+def has_tokens(dataset: AnyDataset, task: Task) -> bool:
+    """Whether data has tokens already, in columns that TRL reads as they are."""
+    return any({*column_names(dataset)}.issuperset(each) for each in _tokenized(task))
+
+
+def _tokenized(task: Task) -> list[tuple[str, ...]]:
+    return [each for each in _READ[task.name][1] if each[0].endswith("_ids")] if task.name in _READ else []
+
+
+def refuse_given(trainer_class: Any, arguments: Arguments) -> None:
+    """Refuse data among the arguments of a trainer that its task cannot read, and log which columns TRL does not."""
+    config, task = arguments["args"], trainer_class.task
+    reads_rows = _reads_rows(trainer_class, arguments)
+    for name, dataset in given_datasets(arguments):
+        if isinstance(dataset, Dataset) and not len(dataset):
+            raise ValueError(f"The {name} data has no rows. Look at what selected them, or pass other data.")
+        if arguments.get("formatting_func") is None:  # it reads what it likes
+            refuse_misspelt_roles(dataset, name, task)
+            if not arguments.get("data_collator") and not arguments.get("environment_factory"):
+                log_unread(dataset, name, task, _text_field(config))
+        if isinstance(config, SFTConfig):
+            refuse_bad_tokens(dataset, name)
+        if reads_rows:  # TRL prepares data once it has loaded the models
+            refuse_rows(dataset, name, task, config)
+
+
+def refuse_rows(dataset: AnyDataset, name: str, task: Task, config: TrainingArguments) -> None:
+    """Refuse raw data that TRL is to prepare if the task cannot read it."""
+    text_field = _text_field(config)
+    if task.name == "sft":
+        refuse_unread_instructions(dataset, name, text_field)
+    elif task.name in _READ:
+        reader, formats = _READ[task.name]
+        refuse_unread(dataset, name, reader, *(_tokenized(task) if has_tokens(dataset, task) else formats))
+    refuse_wrong_values(dataset, name, task, text_field)
+    if task.name == "dpo":
+        refuse_missing_prompts(dataset, name)
+
+
+def refuse_tokens_beyond(
+    model: PreTrainedModel, processor: Any, datasets: Iterable[tuple[str, AnyDataset]], columns: Sequence[str]
+) -> None:
+    """Refuse data with tokens that the `model` has no embeddings for; the `processor` may have made them."""
+    if (size := embeddings_of(model)) is None:
+        return
+    tokenizer = tokenizer_of(processor)
+    advice = "Tokenize with the model's own tokenizer."
+    if isinstance(tokenizer, PreTrainedTokenizerBase) and (number := len(tokenizer)) > size:
+        advice = (
+            f"The tokenizer has {number} tokens: pass the model's own as `processing_class`, or call "
+            f"`model.resize_token_embeddings({number})`."
+        )
+    columns = [column for column in columns if column.endswith("ids") or column == "labels"]
+    for name, dataset in datasets:
+        refuse_unknown_tokens(dataset, name, columns, size, advice)
+
+
+def embeddings_of(model: PreTrainedModel) -> int | None:
+    """How many tokens the embeddings of a model have, or had before they were sharded; `None` if it does not say."""
+    modules = model.get_input_embeddings().modules()  # adapters may wrap the embeddings
+    return next((vars(module)["num_embeddings"] for module in modules if "num_embeddings" in vars(module)), None)
+
+
+def tokenizer_of(processor: Any) -> Any:
+    """The tokenizer of a processor, or the tokenizer that it is."""
+    return processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
+
+
+def _text_field(config: TrainingArguments) -> str:
+    return vars(config).get("dataset_text_field", "text")
+
+
+def _reads_rows(trainer_class: Any, arguments: Arguments) -> bool:
+    """Whether TRL prepares the data for one of our tasks: a function or method of the user's may read anything."""
+    if trainer_class.task.name not in CHECKED and hasattr(trainer_class.trl_trainer, "_prepare_dataset"):
+        return False
+    makes_rows = any(arguments.get(name) for name in ("formatting_func", "environment_factory", "rollout_func"))
+    skips = (vars(arguments["args"]).get("dataset_kwargs") or {}).get("skip_prepare_dataset")
+    return is_ours(trainer_class, "_prepare_dataset") and not (
+        makes_rows or skips or has_images(arguments.get("train_dataset"))
+    )
