@@ -23,10 +23,9 @@ HEADLINE = {
 # What a reader understands without a legend
 HEADLINE_HEADS = (
     "training",
-    "speed and peak memory",
-    "with `memory_budget`",
-    "padded TRL, nothing recomputed",
-    "TRL's `padding_free`",
+    "speed",
+    "peak memory",
+    "fastest within 24 GB",
     "log-probabilities differ by",
     "gradient norms differ by",
 )
@@ -130,44 +129,42 @@ def chart(folder: Path) -> list[str]:
 
 
 def headline(folder: Path) -> str:
-    """What the README shows: of each training the newest result, with the stronger baseline of that or another one."""
+    """What the README shows: the newest result of each training."""
     newest: dict[tuple[str, str], list[str]] = {}
-    measured = [
-        (f"docs/benchmarks/{Path(path).with_suffix('.md').as_posix()}", result, run)
-        for path, result in sorted(results(folder), key=lambda each: each[1]["date"])
-        for run in result["runs"]
-    ]
-    # The newest by machine, settings and rows
-    stronger = {compared(*each): each for each in measured if KEPT in each[2]["methods"]}
-    for page, result, run in measured:
-        key = result["settings"]["task"], run["rows"]
-        if key not in HEADLINE or Path(page).stem not in METHODS:
-            continue
-        kept_page, kept_result, kept_run = stronger.get(compared(page, result, run), (page, result, run))
-        kept, default = speed_and_memory(kept_run, kept_result, KEPT), METHODS[Path(page).stem]
-        ours, budgeted, theirs = (speed_and_memory(run, result, x) for x in (default, "budget", "trl-padding-free"))
-        kept, off = kept if kept_page == page else f"[{kept}]({kept_page})", run["differences"][default]
-        log_probs = [x for name, x in off.items() if name.startswith("logps/")] or [off["loss"]]  # SFT's is their mean
-        off_by = f"{max(log_probs):.0e}", f"{off['grad_norm']:.0e}"
-        newest[key] = [f"[{HEADLINE[key]}]({page})", ours, budgeted, kept, theirs, *off_by]
+    for path, result in sorted(results(folder), key=lambda each: each[1]["date"]):
+        for run in result["runs"]:
+            key, name = (result["settings"]["task"], run["rows"]), Path(path).stem
+            if key not in HEADLINE or name not in METHODS:
+                continue
+            speed, memory = speed_and_memory(run, result, METHODS[name])
+            # The share would be read as a cost: a budget takes what is there
+            budgeted = [cell.partition(" (")[0] for cell in speed_and_memory(run, result, "budget")]
+            off = run["differences"][METHODS[name]]
+            log_probs = [x for name, x in off.items() if name.startswith("logps/")] or [off["loss"]]  # SFT's: a mean
+            off_by = f"{max(log_probs):.0e}", f"{off['grad_norm']:.0e}"
+            page = f"docs/benchmarks/{Path(path).with_suffix('.md').as_posix()}"
+            newest[key] = [
+                f"[{HEADLINE[key]}]({page})",
+                speed,
+                memory,
+                ", ".join(filter(None, budgeted)),
+                *off_by,
+            ]
     return "\n".join(table(HEADLINE_HEADS, [newest[key] for key in HEADLINE if key in newest]))
 
 
-def compared(page: str, result: dict[str, Any], run: dict[str, Any]) -> str:
-    """What two runs have in common whose speeds over padded TRL can stand side by side."""
-    settings = {**result["settings"], "batch_size": run["batch_size"]}
-    return repr((str(Path(page).parent), run["rows"], sorted(settings.items())))
-
-
-def speed_and_memory(run: dict[str, Any], result: dict[str, Any], name: str) -> str:
-    """The speed of a method over padded TRL, and its peak memory, weights included; empty where it was not measured."""
+def speed_and_memory(run: dict[str, Any], result: dict[str, Any], name: str) -> tuple[str, str]:
+    """
+    The speed of a method over padded TRL; and its peak memory, weights included, in GB and as a share of padded TRL's.
+    Empty where they were not measured.
+    """
     methods, state = run["methods"], result["bytes_of_state"]
     if name not in methods:
-        return ""
+        return "", ""
     above = {each: (methods[each] | run["profile"].get(each, {}))["bytes_above"] for each in (name, BASELINE)}
     peaks = [state[each] + above[each] for each in (name, BASELINE)]
-    memory = f", {peaks[0] / peaks[1]:.0%} of the memory" if all(above.values()) else ""
-    return f"{methods[name]['speedup']:.1f}x{memory}{flag(run, name)}"
+    memory = f"{peaks[0] / 1e9:.1f} GB ({peaks[0] / peaks[1]:.0%})" if all(above.values()) else ""
+    return f"{methods[name]['speedup']:.1f}x{flag(run, name)}", memory
 
 
 def everything(folder: Path) -> str:
