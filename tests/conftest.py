@@ -7,6 +7,7 @@ import sys
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
@@ -109,6 +110,24 @@ def passes(monkeypatch):
     from tests.helpers.memory import watch_passes
 
     return watch_passes(monkeypatch)
+
+
+@pytest.fixture
+def flat_passes(monkeypatch):
+    """A mock of the function that computes flat batches, called as often as it was since the start-up check."""
+    from trl_paddingfree.core.model import flat_model
+    from trl_paddingfree.core.trainers.proving import StartUpCheck
+
+    passes, prove_all = mock.Mock(wraps=flat_model.flat_forward), StartUpCheck.prove_all
+
+    def and_forget(*args):
+        route = prove_all(*args)
+        passes.reset_mock()
+        return route
+
+    monkeypatch.setattr(flat_model, "flat_forward", passes)
+    monkeypatch.setattr(StartUpCheck, "prove_all", and_forget)
+    return passes
 
 
 @pytest.fixture

@@ -44,15 +44,10 @@ def test_matched_and_mismatched_rows_of_one_width_are_kept_apart(data):
     compare("kto", partial(arguments, "kto", False), data.from_list(rows))
 
 
-def test_precomputed_references_are_computed_flat(data, monkeypatch):
-    from trl_paddingfree.core.model import flat_model
-
-    calls, flat_forward = [], flat_model.flat_forward
-    monkeypatch.setattr(flat_model, "flat_forward", lambda *args, **kw: calls.append(1) or flat_forward(*args, **kw))
+def test_precomputed_references_are_computed_flat(data, flat_passes):
     trained = run(
         "kto", "shared", **arguments("kto", False), train_dataset=data, steps=1, precompute_ref_log_probs=True
     )
-    before_training = len(trained.trainer.train_dataset) // 4 * 2
-    # Of both models: rows, twice with other tokens, beyond the positions. With gradients twice, without them once
-    checks = 2 * 4 + 2 + 1
-    assert len(calls) == before_training + checks + 2
+    batches = len(trained.trainer.train_dataset) // 4
+    # Matched and mismatched rows: of each batch by the reference, and of the step by the policy
+    assert flat_passes.call_count == 2 * batches + 2
