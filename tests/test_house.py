@@ -46,7 +46,7 @@ CORE = {
 # Imports of capabilities that are still to be cut: nothing but the registry and the commands may name a capability
 TO_CUT = {
     "core/trainers": {
-        "arranging", "budgets", "resuming",
+        "arranging", "budgets",
     },
     "budgets": {"slices"},
     "online": {"budgets"},

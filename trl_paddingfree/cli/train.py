@@ -26,12 +26,12 @@ from trl import (
 from trl.scripts.grpo import GRPOScriptArguments
 from trl.scripts.rloo import RLOOScriptArguments
 
+from ..capabilities import module_of
 from ..core.device import has_accelerator
 from ..core.trainers.base import FlatTrainer
 from ..core.trainers.configs import PaddingFreeOptions, PaddingFreeSFTConfig, silence, valid_losses
 from ..core.trainers.options import option
 from ..registry import TRAINERS
-from ..resuming.checkpoints import checkpoint_to_resume
 from .load import load_data, refuse_unreachable
 from .options import LOADING, TRACEBACK, OneLineParser, answer_at_once, refuse
 from .tables import summarize
@@ -185,7 +185,8 @@ def look_ahead(parsed: Parsed) -> None:
     for each, name in models.items():
         refuse_unreachable(name, f"`--{each} {name}`")
     given = training_args.resume_from_checkpoint, str(training_args.output_dir), training_args.save_only_model
-    checkpoint_to_resume(*given)
+    if (checkpoints := module_of("resuming", "checkpoints")) is not None:
+        checkpoints.checkpoint_to_resume(*given)
 
 
 def main(task: str, args: Sequence[str] | None = None, launched: bool = False) -> None:

@@ -9,8 +9,9 @@ if TYPE_CHECKING:  # the same bases, for editors and type checkers
     from ..data_checks.trainers import Online as CheckedOnline
     from ..groups.trainers import Online as GroupsOnline
     from ..images.trainers import Online as ImagesOnline
+    from ..resuming.trainers import Online as ResumingOnline
 
-    class OnlineTrainer(CheckedOnline, ImagesOnline, GroupsOnline, Online):
+    class OnlineTrainer(ResumingOnline, CheckedOnline, ImagesOnline, GroupsOnline, Online):
         pass
 else:
 

@@ -1,4 +1,4 @@
-"""Checkpoints: whether they are complete, which to resume from, renamed weights; and the model card."""
+"""Checkpoints: whether they are complete, which to resume from, renamed weights."""
 
 import json
 from collections.abc import Sequence
@@ -13,8 +13,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from .. import __version__
-from ..core.flat.counts import BatchCounts
 from ..core.model.restored import attributes_set
 
 logger = logging.get_logger(__name__)
@@ -34,30 +32,6 @@ _LOADED = (
     *("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth", "global_step*/*.pt"),
 )
 _ONLY_MODEL = " With `save_only_model=True`, training goes on from weights alone, with a new optimizer and schedule."
-
-# Appended to TRL's model card
-MODEL_CARD = """
-
-### Without padding
-
-trl-paddingfree {version} computed the batches: {method}. The losses and gradients are those of TRL's padded
-batches{share}. Cite it as:
-
-```bibtex
-@software{{trl_paddingfree,
-  title   = {{{{trl-paddingfree: padding-free and prefix-shared training on TRL}}}},
-  version = {{{version}}},
-  year    = {{2026}}
-}}
-```
-"""
-
-
-def append_to_card(output_dir: str, method: str, computed: BatchCounts) -> None:
-    """Append to the model card how batches were computed, and what share of the padded slots."""
-    share = f", and it computed {computed.computed / computed.padded:.0%} of their slots" if computed.padded else ""
-    with (Path(output_dir) / "README.md").open("a", encoding="utf-8") as card:
-        card.write(MODEL_CARD.format(version=__version__, method=method, share=share))
 
 
 def _step_of(checkpoint: Path) -> str:

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel, Trainer
 from ...budgets.needs import HeadBytes, fused_head
 from ...budgets.planner import MemoryPlanner
 from ...budgets.steps import Part, weigh_last_batch
-from ...resuming.checkpoints import append_to_card, checkpoint_to_resume, invalidate, naming_weights
 from ..data.lengths import has_images
 from ..data.task import Task
 from ..flat.batch import Inputs
@@ -22,6 +21,7 @@ from ..flat.counts import BatchCounts, of_all_processes
 from ..model.restored import attributes_set
 from ..versions import naming_versions, refuse_moved_names
 from . import refusals
+from .card import append_to_card
 from .configs import Arguments, PaddingFreeOptions, config_of, silence
 from .engine import base_of
 from .proving import Proof, StartUpCheck
@@ -258,22 +258,14 @@ class FlatTrainer(Trainer):
         if self.is_world_process_zero():
             append_to_card(self.args.output_dir, self.method, self.flat.counts.total)
 
-    # --- checkpoints: training resumes only from complete ones, with padding too ------------------------------------
+    # --- around a run -----------------------------------------------------------------------------------------------
 
     @naming_versions()
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+    def train(self, *args, **kwargs):
         refusals.refuse_adapters([] if self.flat.pads else self.flat_models())  # some may have been added since
         self.flat.has_begun = False
-        engine = "deepspeed" if self.is_deepspeed_enabled else "fsdp" if self.is_fsdp_enabled else "no"
-        given = self.args.output_dir, self.args.save_only_model, engine
-        resumed = checkpoint_to_resume(resume_from_checkpoint, *given)
         with self.flat.checkpointing(self.args):
-            return super().train(resumed, *args, **kwargs)
-
-    def _save_checkpoint(self, *args, **kwargs):
-        if self.args.should_save:  # an older checkpoint is incomplete while it is overwritten
-            invalidate(self.args.output_dir, self.state.global_step)
-        super()._save_checkpoint(*args, **kwargs)
+            return super().train(*args, **kwargs)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)  # makes the folder, and runs in every process
@@ -281,8 +273,6 @@ class FlatTrainer(Trainer):
             self.flat.planner.save(output_dir)
         if self.args.should_save and not self.flat.pads:
             self.flat.check.remembered.save(output_dir)
-        # The trainer state, written next, marks a checkpoint as complete: all processes must have written their files
-        self.accelerator.wait_for_everyone()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
@@ -290,11 +280,3 @@ class FlatTrainer(Trainer):
             if self.flat.planner is not None:
                 self.flat.planner.restore(checkpoint)
         super()._load_rng_state(checkpoint)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        with naming_weights(self, resume_from_checkpoint, self.model if model is None else model):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        with naming_weights(self, self.state.best_model_checkpoint, self.model):
-            super()._load_best_model()

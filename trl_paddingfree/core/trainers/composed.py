@@ -9,8 +9,9 @@ if TYPE_CHECKING:  # the same bases, for editors and type checkers
     from ...data_checks.trainers import Collated as CheckedCollated
     from ...groups.trainers import Collated as GroupsCollated
     from ...images.trainers import Collated as ImagesCollated
+    from ...resuming.trainers import Collated as ResumingCollated
 
-    class CollatedTrainer(CheckedCollated, ImagesCollated, GroupsCollated, Collated):
+    class CollatedTrainer(ResumingCollated, CheckedCollated, ImagesCollated, GroupsCollated, Collated):
         pass
 else:
 
