@@ -12,7 +12,8 @@ class Options(CoreOptions):
 
     arrange_micro_batches: Literal["none", "tokens", "prefix"] = option(
         "none",
-        "Which examples of an optimizer step share a micro-batch. 'none': as the sampler draws them. 'tokens': every "
+        "Which examples of an optimizer step share a micro-batch. 'none': those drawn together. 'tokens': each "
         "micro-batch gets about the same work, so that processes do not wait for each other. 'prefix': examples that "
-        "start alike meet, so that more is shared. The examples of each step, and their weights, stay the same.",
+        "start alike share a micro-batch, so that more is computed once. Each step keeps its examples and their "
+        "weights.",
     )

@@ -11,16 +11,17 @@ class Options(CoreOptions):
 
     max_tokens_per_micro_batch: int | None = option(
         None,
-        "Most tokens to compute at once. A larger micro-batch runs in as many parts as needed, and a part, a row or a "
-        "group of rows that is still larger in slices, one after another, with the same loss and gradients. All but "
-        "the last slice are computed once more in the backward pass, whatever `gradient_checkpointing` says.",
+        "The most tokens to compute at once. A larger micro-batch runs in parts, and a row, pair or group that is "
+        "still too large runs in slices, one after another, with the same loss and gradients. A slice keeps all its "
+        "activations, whatever `gradient_checkpointing` says, and all slices but the last are computed once more in "
+        "the backward pass.",
     )
     memory_budget: float | str | None = option(
         None,
-        "GiB that training may use on each device; 'auto': what other processes leave of it, less a tenth. With it "
-        "each micro-batch recomputes the activations of only as many layers as it must, and one that does not fit even "
-        "so runs in parts, or in slices, with the same loss and gradients. `gradient_checkpointing` is then not read. "
-        "Without it, activations are kept or recomputed as TRL does it.",
+        "The GiB that training may use on each device. 'auto': what other processes leave of it, less a tenth. Each "
+        "micro-batch then recomputes as few layers as memory requires, and one that still does not fit runs in parts "
+        "or slices, with the same loss and gradients. This replaces `gradient_checkpointing`, which is ignored. "
+        "Without a budget, layers recompute as TRL's options say.",
     )
 
     @property

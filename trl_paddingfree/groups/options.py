@@ -12,6 +12,6 @@ class Options(CoreOptions):
     sequence_parallel_size: int = option(
         1,
         "How many processes compute each micro-batch together, each a slice of its tokens, so that rows may be that "
-        "many times longer. Has to divide the processes; `per_device_train_batch_size` then counts for each group of "
-        "them. DPO and SFT only.",
+        "many times longer. It must divide the number of processes, and `per_device_train_batch_size` then applies to "
+        "each group of them. DPO and SFT only.",
     )

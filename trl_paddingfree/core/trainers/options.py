@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from ..model.attention import BackendName
 
-SHARING = "Whether to compute a prefix once if several rows of a micro-batch start with it."
+SHARING = "Compute a prefix once if several rows of a micro-batch start with it."
 
 
 def option(default: object, meaning: str) -> Any:
@@ -26,15 +26,15 @@ class CoreOptions:
 
     padding_free: bool = option(
         True,
-        "Whether to compute real tokens only. If `False`, the trainer pads as TRL's does, and differs from it in "
-        "checkpoints only: half-written ones are refused, and weights are loaded by name.",
+        "Compute real tokens only. With `False`, the trainer pads as TRL's does, and differs from it in checkpoints "
+        "only: it refuses half-written ones, and loads weights by name.",
     )
     prefix_sharing: bool = option(True, SHARING)
     flat_attention: Literal["auto", BackendName] = option(
         "auto",
-        "How attention is computed over flat batches. 'auto' takes the fastest way for the model, its "
-        "`attn_implementation`, device and dtype that the start-up check finds exact; the name of a backend asks for "
-        "it, which is then used or refused.",
+        "How to compute attention over flat batches. 'auto' takes the fastest way for the model, its "
+        "`attn_implementation`, device and dtype that the start-up check finds exact. A backend that you name is used "
+        "or refused.",
     )
 
     def check_values(self) -> None:
