@@ -13,7 +13,6 @@ from typing import Any
 import psutil
 import torch
 
-from trl_paddingfree import __version__
 from trl_paddingfree.core.check.machine import accelerators, package_versions
 from trl_paddingfree.core.device import GIB, has_accelerator
 
@@ -56,7 +55,7 @@ def environment() -> dict[str, Any]:
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "packages": {**package_versions(), "trl-paddingfree": __version__},  # it need not be installed
+        "packages": package_versions(),
         "processor": processor_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),

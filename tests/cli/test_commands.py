@@ -181,7 +181,7 @@ WRONG = {
     "pairs.jsonl --max_length 1": "Raise `max_length`",
     "pairs.jsonl --model llama-3-9b": "'llama-3-9b' is not one of the shapes llama-3-8b, ",
     "pairs.jsonl --memory_gib 24": "`--memory_gib 24.0` needs `--model`",
-    "notes.txt": "name a file that does",
+    "notes.txt": "name a file that has one",
     "empty.jsonl": "'empty.jsonl' is an empty file",
     "empty.csv": "'empty.csv' is an empty file",
     "check MODEL --attn_implementation flash_attention_2": "FlashAttention2",
@@ -312,7 +312,7 @@ def test_options_that_a_script_refuses_exit_2_with_one_message(capsys, launched)
     assert launched == []
 
 
-def test_a_script_that_fails_gives_its_exit_code(monkeypatch):
+def test_a_script_that_fails_gives_its_exit_code(monkeypatch, launched):
     def fail(args):
         raise subprocess.CalledProcessError(7, ["python"])
 
@@ -364,7 +364,7 @@ def test_the_figures_and_the_card_of_a_run_name_the_method(tmp_path):
     card = (tmp_path / "README.md").read_text()
     counts = trainer.total_counts()
     assert f"{trl_paddingfree.__version__} computed the batches: padding-free (segment, shared prefixes)." in card
-    assert f"{counts.computed / counts.padded:.0%}. Cite it as:" in card
+    assert f"computed {counts.computed / counts.padded:.0%} of their slots. Cite it as:" in card
     assert "- padding-free\n" in card
     assert "- mine\n" in card
     assert "Cite DPO as" in card

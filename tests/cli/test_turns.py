@@ -70,9 +70,9 @@ def test_the_script_trains_on_turns_and_inspect_has_counted_them(conversation_fi
         (["--shuffle_dataset", "true"], "`--shuffle_dataset true` separates the turns"),
     ],
 )
-def test_options_that_take_turns_apart_are_refused(options, message):
+def test_options_that_take_turns_apart_are_refused(conversation_files, options, message):
     with pytest.raises(ValueError, match=message):
-        script.main("sft", arguments("data", "model", "--one_sample_per_turn", "--traceback", *options))
+        script.main("sft", arguments(*conversation_files, "--one_sample_per_turn", "--traceback", *options))
 
 
 def test_packed_turns_are_drawn_as_other_packed_rows(conversation_files, trained):

@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
 
 from ..core.check.report import ModelReport
 from ..core.device import GIB
@@ -12,8 +13,9 @@ from .savings import WasteReport
 
 
 def table(title: str, heads: Iterable[str | Column], rows: Iterable[Iterable[str]], **style: Any) -> Table:
-    """A table under a title. `style` holds arguments of [`~rich.table.Table`]."""
-    made = Table(*heads, title=title, title_justify="left", **style)
+    """A table under a title of one line. `style` holds arguments of [`~rich.table.Table`]."""
+    line = Text(title, "table.title", no_wrap=True, overflow="ignore")  # it may be wider than the columns
+    made = Table(*heads, title=line, title_justify="left", **style)
     for row in rows:
         made.add_row(*row)
     return made

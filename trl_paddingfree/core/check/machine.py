@@ -5,7 +5,9 @@ import platform
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
-_PACKAGES = ("trl-paddingfree", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "numpy")
+from ... import __version__
+
+_PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "numpy")
 _OPTIONAL = ("flash-attn", "flash-attn-3", "kernels", "liger-kernel", "bitsandbytes", "deepspeed", "matplotlib")
 
 
@@ -18,9 +20,10 @@ def flash_implementations() -> list[str]:
 
 
 def package_versions() -> dict[str, str | None]:
-    """Versions of the packages that matter; `None` for those that are not installed."""
-    versions = dict.fromkeys((*_PACKAGES, *_OPTIONAL))
-    for name in versions:
+    """Versions of this package and others that matter; `None` for those that are not installed."""
+    versions: dict[str, str | None] = {"trl-paddingfree": __version__}
+    for name in (*_PACKAGES, *_OPTIONAL):
+        versions[name] = None
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
     return versions
