@@ -46,10 +46,8 @@ CORE = {
 # Imports of capabilities that are still to be cut: nothing but the registry and the commands may name a capability
 TO_CUT = {
     "core/trainers": {
-        "arranging", "budgets",
+        "arranging",
     },
-    "budgets": {"slices"},
-    "online": {"budgets"},
 }  # fmt: skip
 DOORS = ("__init__", "__main__", "capabilities", "cli", "registry")
 # Facts that several capabilities ask for (the first: the core, too), and that need nothing but the core

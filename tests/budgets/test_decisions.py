@@ -20,7 +20,7 @@ from trl_paddingfree.core.flat.schedule import Schedule
 def step(trainer, batch, number=None):
     """Loss and gradients of one training step, with dropout from the same state."""
     if number is not None:
-        trainer.flat.planner.own_schedule = lambda _: Schedule(recompute=number)
+        trainer.planner.own_schedule = lambda _: Schedule(recompute=number)
     torch.manual_seed(SEED)
     trainer.model.zero_grad()
     loss = trainer.training_step(trainer.model, dict(batch), torch.tensor(50))
@@ -34,7 +34,7 @@ def logged(result, name):
 
 def between(trainer, number):
     """A budget in GiB with which the largest micro-batch of a run recomputes `number` layers."""
-    planner = trainer.flat.planner
+    planner = trainer.planner
     batches = [batch["flat_batch"] for batch in trainer.get_train_dataloader()]
     peaks = map(planner.needs.peaks, map(planner.features, batches))
     return max(int(peak[number]) for peak in peaks) / GIB
@@ -52,7 +52,7 @@ def test_every_number_of_recomputed_layers_computes_the_same(folder, task, reent
     batch = next(iter(trainer.get_train_dataloader()))
     expected = step(plain, {name: value for name, value in batch.items() if name != "rows"})
     calls, recomputations = [], []
-    for layer in trainer.flat.planner.layers:
+    for layer in trainer.planner.layers:
         layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     for number in range(LAYERS + 1):
         calls.clear()
@@ -88,7 +88,7 @@ def test_every_number_of_recomputed_layers_computes_the_same_of_generated_rows(d
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_number_of_recomputed_layers_computes_the_same_of_images(kind):
     trainer = ready(with_images(kind, "dpo", vision_pairs(8, SEED), lora=True))
-    batch, layers = next(iter(trainer.get_train_dataloader())), trainer.flat.planner.layers
+    batch, layers = next(iter(trainer.get_train_dataloader())), trainer.planner.layers
     assert len(layers) == {"llava": 3, "qwen2_5_vl": 4}[kind]  # LLaVA leaves out what the last of the tower gives
     expected = step(trainer, batch, 0)
     for number in range(1, len(layers) + 1):
@@ -107,7 +107,7 @@ def test_a_budget_recomputes_only_what_it_must_and_splits_what_does_not_fit(fold
     assert_same(plain, some, tolerance=0, ignored=())
     shares = logged(some, "recomputed")
     assert 0 < sum(shares) < len(shares)
-    fixed = whole.trainer.flat.planner.needs.fixed / GIB
+    fixed = whole.trainer.planner.needs.fixed / GIB
     least = fixed + (between(whole.trainer, LAYERS) - fixed) / 2
     parts = run("dpo", "ours", **common, **options, memory_budget=least)
     assert_same(plain, parts, ignored=())
@@ -139,7 +139,7 @@ def test_a_budget_changes_no_figure_of_heads(task, passes, hold_tokens):
 
 
 def test_slices_hold_whole_completions_where_small_ones_would_keep_more(folder):
-    plan = budgeted("dpo", folder, preference_data(8, SEED)).flat.planner
+    plan = budgeted("dpo", folder, preference_data(8, SEED)).planner
     # 30 completions after a prompt: 400 keys stay of slices that cut no completion, those of nearly all of others
     prompt = [5] * 400
     rows = [prompt + [6 + i] * 200 for i in range(30)]
@@ -157,7 +157,7 @@ def test_slices_hold_whole_completions_where_small_ones_would_keep_more(folder):
 
 
 def test_as_few_slices_recompute_as_the_budget_asks(folder):
-    plan = budgeted("dpo", folder, preference_data(8, SEED)).flat.planner
+    plan = budgeted("dpo", folder, preference_data(8, SEED)).planner
     plan.needs, plan.limit = byte_per_token(LAYERS, recomputed=1, of_keys=1), 50
     batch = FlatBatch.from_rows([[5] * 400], [[5] * 400])
     for number in range(1, 9):
@@ -170,10 +170,10 @@ def test_as_few_slices_recompute_as_the_budget_asks(folder):
 @pytest.mark.parametrize("option", [8, 9])
 def test_a_limit_that_was_lowered_is_resumed_with_the_budget(folder, tmp_path, option):
     data = preference_data(8, SEED)
-    first = budgeted("dpo", folder, data, memory_budget=8).flat.planner
+    first = budgeted("dpo", folder, data, memory_budget=8).planner
     first.limit, first.has_shrunk = 77, True
     first.save(tmp_path)
-    again = budgeted("dpo", folder, data, memory_budget=option).flat.planner
+    again = budgeted("dpo", folder, data, memory_budget=option).planner
     again.restore(tmp_path)
     assert (again.limit, again.has_shrunk) == ((77, True) if option == 8 else (None, False))
 
@@ -183,10 +183,10 @@ def test_a_resumed_run_takes_the_same_decisions(folder, tmp_path):
     common |= {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 2, "steps": 2}
     first = run("dpo", "ours", **common).trainer
     # As it would be after a failed allocation, and on a GPU
-    planner = first.flat.planner
+    planner = first.planner
     planner.budget, planner.has_shrunk = 12345678, True
     planner.needs = replace(planner.needs, correction=1.5)
     first._save_checkpoint(first.model, None)
     again = budgeted("dpo", **{**common, "steps": 3})
     again.train(resume_from_checkpoint=True)
-    assert (again.flat.planner.budget, again.flat.planner.needs.correction) == (12345678, 1.5)
+    assert (again.planner.budget, again.planner.needs.correction) == (12345678, 1.5)

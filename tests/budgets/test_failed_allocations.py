@@ -33,7 +33,7 @@ def test_a_failed_allocation_costs_a_warning_and_nothing_else(folder, where, spl
     plain = train(make(memory_budget=None))
     trainer = make()
     if split:
-        in_tokens(trainer.flat.planner, 200)
+        in_tokens(trainer.planner, 200)
     # In the second micro-batch, when there are gradients already
     with failing(trainer, {1}, where == "backward"):
         result = train(trainer)
@@ -73,7 +73,7 @@ def test_an_allocation_that_always_fails_ends_the_run(folder, loss_type, limit, 
     assert sorted(set(sizes), reverse=True) == sizes
     assert {each.schedule.kept_slices for each in tried[1:]} == {1}  # after a failure, nothing is to spare
     # Who trains the model next decides for himself which layers recompute
-    layers = trainer.flat.planner.layers
+    layers = trainer.planner.layers
     recompute_first(layers, 0)
     trainer.flat_base(trainer.model)(input_ids=torch.tensor([[5, 6]]), use_cache=False)
     assert not any(layer.gradient_checkpointing for layer in layers)
@@ -138,7 +138,7 @@ def test_a_pass_that_fails_for_good_leaves_no_hooks(folder, passes):
 
 def test_an_image_block_that_cannot_be_cut_ends_the_halving(folder, passes):
     plan = budgeted("dpo", folder, preference_data(16, SEED), memory_budget=None, max_tokens_per_micro_batch=400)
-    plan = plan.flat.planner
+    plan = plan.planner
     batch = FlatBatch.from_rows([[5] * 60], [[5] * 60])
     blocks = np.where(np.arange(60) < 50, 0, -1)
     batch = replace(batch, layout=FlatLayout.from_segments(batch.layout.segments, blocks))

@@ -112,9 +112,9 @@ def test_an_incomplete_last_step_stays_as_it_is_and_the_first_where_it_fills_the
 
 def test_models_that_transformers_has_sharded_are_refused_beside_budgets(model_dir):
     trainer = make_trainer("dpo", "ours", model=model_dir, max_tokens_per_micro_batch=200)
-    trainer.flat.is_planned, trainer.is_distributed_loading_by_transformers = False, True
+    trainer.planner, trainer.is_distributed_loading_by_transformers = None, True
     with pytest.raises(ValueError, match="`distributed_config` shards the model as it is loaded"):
-        trainer.flat.plan(trainer, trainer.model)
+        trainer.plan_memory(trainer.model)
 
 
 def test_balancing_lowers_the_waiting_of_eight_processes():

@@ -130,7 +130,7 @@ def made(monkeypatch):
 
 def test_micro_batches_in_parts_count_their_images(made):
     data = vision_pairs(8, SEED)
-    plan = with_images("llava", "dpo", data).flat.planner
+    plan = with_images("llava", "dpo", data).planner
     least = plan.needs.fixed + 0.7 * (plan.current.schedule.peak - plan.needs.fixed)
     ours = {"memory_budget": 2 * least / GIB}  # in float64
     compare("dpo", partial(on_images, "llava", "dpo"), data, "shared", ours=ours)
@@ -305,7 +305,7 @@ def test_parts_are_added_up_in_shards_but_where_fsdp1_offloads_them(version, off
 
 def test_parts_of_pairs_that_attention_keeps_grow_as_squares():
     """Under a dense mask, the pairs of two examples in a part are more than those of each."""
-    plan = make_trainer("dpo", "flat", flat_attention="mask", memory_budget=8).flat.planner
+    plan = make_trainer("dpo", "flat", flat_attention="mask", memory_budget=8).planner
     rng = np.random.default_rng(SEED)
     for _ in range(20):
         rows = [[5] * n for n in rng.integers(2, 60, 6)]

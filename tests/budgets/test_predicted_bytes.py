@@ -45,10 +45,10 @@ VARLEN = {"prefix_sharing": True, "flat_attention": "varlen", "model_init_kwargs
 
 def counted(trainer, batch, number):
     """Bytes that a training forward pass of `batch` saves if the first `number` layers recompute."""
-    layers = trainer.flat.planner.layers
+    layers = trainer.planner.layers
     counter = SavedBytes(trainer.flat_base(trainer.model), layers)
     batch = {name: value for name, value in batch.items() if name != "rows"}
-    trainer.flat.planner.own_schedule = lambda _: Schedule(recompute=number)
+    trainer.planner.own_schedule = lambda _: Schedule(recompute=number)
     trainer.model.train()
     with counter.counting():
         loss = trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch))
@@ -60,10 +60,10 @@ def counted(trainer, batch, number):
 
 
 def assert_predicted(trainer, cautious=CAUTIOUS):
-    memory = ready(trainer).flat.planner
+    memory = ready(trainer).planner
     for batch in trainer.get_train_dataloader():
         saved = memory.needs.saved(memory.features(batch["flat_batch"]))
-        for number in (0, 1, len(trainer.flat.planner.layers)):
+        for number in (0, 1, len(trainer.planner.layers)):
             assert 1 - BOLD <= saved[number] / counted(trainer, batch, number) <= 1 + cautious, number
 
 
@@ -79,7 +79,7 @@ def test_predicted_bytes_are_counted_ones(folder, task, options):
     with varlen_on():
         trainer = budgeted(task, folder, data, **options, **kwargs)
         assert_predicted(trainer)
-    assert bool(trainer.flat.planner.needs.per_feature.copied) == (options == VARLEN)
+    assert bool(trainer.planner.needs.per_feature.copied) == (options == VARLEN)
 
 
 @pytest.mark.parametrize("task", ["reward", "kto"])
@@ -149,7 +149,7 @@ def test_the_lm_head_works_with_the_bytes_that_are_predicted(tokenizer, dtype):
     events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     changes = [event.nbytes() for event in events if event.name() == "[memory]"]
     # What the layers keep of so few tokens is next to nothing
-    assert trainer.flat.planner.needs.head.tile[0] * ids.numel() == pytest.approx(max(np.cumsum(changes)), rel=0.1)
+    assert trainer.planner.needs.head.tile[0] * ids.numel() == pytest.approx(max(np.cumsum(changes)), rel=0.1)
 
 
 @pytest.mark.parametrize("optimizer", [None, (torch.optim.SGD, {"lr": 0.1})])
@@ -161,7 +161,7 @@ def test_fixed_bytes_are_those_of_the_tensors(folder, optimizer):
     gradients = sum(p.numel() * p.element_size() for p in trained)
     buffers = tensor_bytes(trainer.model.buffers())
     # Beside the moments Adam has a number of steps per parameter
-    assert trainer.flat.planner.needs.fixed == pytest.approx(2 * gradients + buffers + tensor_bytes(state), rel=0.01)
+    assert trainer.planner.needs.fixed == pytest.approx(2 * gradients + buffers + tensor_bytes(state), rel=0.01)
 
 
 class PagesWhatIsLarge(torch.optim.Adam):
@@ -227,13 +227,13 @@ def test_counting_leaves_the_model_as_it_was(folder):
     trainer = budgeted("dpo", folder, preference_data(8, SEED), peft_config=lora(lora_dropout=0.5))
     base, weights = trainer.flat_base(trainer.model), [p.clone() for p in trainer.model.parameters()]
     base.eval()
-    recompute_first(trainer.flat.planner.layers, 1)
+    recompute_first(trainer.planner.layers, 1)
     before = torch.get_rng_state()
     once, again = (count_kept_bytes(base, trainer.flat.route) for _ in range(2))
     assert all(np.array_equal(a, b) for a, b in zip(vars(once).values(), vars(again).values(), strict=True))
     assert torch.equal(before, torch.get_rng_state())
     assert not any(module.training for module in base.modules())
-    assert [layer.gradient_checkpointing for layer in trainer.flat.planner.layers] == [True, False, False]
+    assert [layer.gradient_checkpointing for layer in trainer.planner.layers] == [True, False, False]
     assert all(p.grad is None for p in trainer.model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(weights, trainer.model.parameters(), strict=True))
 

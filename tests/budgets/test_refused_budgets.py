@@ -100,7 +100,7 @@ def test_a_budget_that_the_longest_completion_does_not_fit_into_is_refused(data)
 def test_the_budget_that_is_named_for_generated_rows_holds_them(data, monkeypatch):
     """Whether or not they have one prompt. Which of the two needs more depends on the lengths."""
     trainer = make_trainer("grpo", "shared", **layered("grpo"), train_dataset=data, memory_budget=8)
-    plan, larger = trainer.flat.planner, set()
+    plan, larger = trainer.planner, set()
     for prompt, completion, number in product((1, 40, 200, 600), (30, 100, 500), (2, 8)):
         monkeypatch.setattr(trainer, "longest_prompt", lambda prompt=prompt: prompt)
         trainer.max_completion_length, trainer.args.per_device_train_batch_size = completion, number

@@ -30,7 +30,7 @@ def test_needs_of_a_shape_are_those_of_its_model():
     lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
     options = {"peft_config": lora, "processing_class": make_tokenizer(), "memory_budget": 8, "bf16": True, "steps": 1}
     result = run("dpo", "ours", model=model, **options)
-    measured, predicted = result.trainer.flat.planner.needs, training_needs(config, "lora", 1, as_kernels=False)
+    measured, predicted = result.trainer.planner.needs, training_needs(config, "lora", 1, as_kernels=False)
     assert predicted.fixed == pytest.approx(measured.fixed, rel=TOLERANCE)
     load = features_by_layout([BatchCounts(computed=3000, real=4000, padded=6000, distinct=2900)])["shared"][0]
     measured = replace(measured, correction=1)  # `inspect` predicts kernels that pad nothing

@@ -89,7 +89,7 @@ def tight_budget(task, **options):
     trainer = make_trainer(task, "shared", memory_budget=1, **options)
     collator = replace(trainer.data_collator, keeps_rows=True)
     alone = (batch for each in trainer.train_dataset for batch in collator([each])["rows"].alone(collator))
-    return 1.05 * max(map(trainer.flat.planner.least_bytes, alone)) / GIB
+    return 1.05 * max(map(trainer.planner.least_bytes, alone)) / GIB
 
 
 @pytest.fixture
@@ -126,8 +126,8 @@ def test_a_memory_budget_that_splits(task, slices_made):
     assert max(slices_made) > 1
     # Of tiny models, what is not counted is a larger share: rows, and results that kernels write beside their inputs;
     # and of slices of a model without the LM head, what works at a time is less than that of the largest tensor
-    assert result.trainer.flat.planner.observed == CORRECTED
-    needs = result.trainer.flat.planner.needs
+    assert result.trainer.planner.observed == CORRECTED
+    needs = result.trainer.planner.needs
     padding = 1 if task == "reward" else needs.padding  # heads of these small models outweigh what layers pad
     assert (0.4 if task == "reward" else 0.9) < needs.correction / padding < 1.5
 
@@ -141,9 +141,9 @@ def test_a_memory_budget_that_slices(task, passes, hold_tokens):
 
 def test_a_memory_budget_counts_what_others_hold():
     """Such as a reward model; what the first run has left is a small part of that."""
-    alone = train("dpo", memory_budget=1).trainer.flat.planner.needs.fixed
+    alone = train("dpo", memory_budget=1).trainer.planner.needs.fixed
     held = torch.zeros(2**22, device=pretend_device.DEVICE)
-    beside = train("dpo", memory_budget=1).trainer.flat.planner.needs.fixed
+    beside = train("dpo", memory_budget=1).trainer.planner.needs.fixed
     assert beside - alone == pytest.approx(held.nbytes, rel=0.1)
 
 
@@ -167,7 +167,7 @@ def test_memory_that_runs_out_costs_a_warning_and_nothing_else(task, left, caplo
         return {**arguments(task), "callbacks": crowded}
 
     result = assert_as_on_cpu(lambda: train(task, make=make, train_dataset=DATA[task](8, 0), memory_budget=1.0))
-    assert result.trainer.flat.planner.has_shrunk
+    assert result.trainer.planner.has_shrunk
     assert "An allocation failed" in caplog.text
 
 

@@ -10,12 +10,13 @@ from transformers.utils import is_torchvision_available
 from tests.helpers.tiny import arguments, make_model, reward_model
 from tests.helpers.vision import on_images
 from tests.runs import make_trainer, run
+from trl_paddingfree.budgets import planning
 from trl_paddingfree.budgets.features import FEATURES, TOKENS
 from trl_paddingfree.budgets.kept_bytes import KeptBytes
 from trl_paddingfree.budgets.needs import MemoryNeeds
 from trl_paddingfree.budgets.planner import MemoryPlanner
+from trl_paddingfree.budgets.trainers import Budgets
 from trl_paddingfree.core.model.architecture import recomputable_layers
-from trl_paddingfree.core.trainers import runtime
 from trl_paddingfree.spans import NO_WINDOW
 
 LAYERS = 3
@@ -46,7 +47,7 @@ def layered(task):
 
 def ready(trainer):
     """A trainer whose single steps can be called, as `train` leaves it."""
-    with trainer.flat.checkpointing(trainer.args):
+    with trainer.as_it_trains(trainer.args):
         if trainer.args.gradient_checkpointing:
             trainer.flat_base(trainer.model).gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
     trainer.current_gradient_accumulation_steps = 1
@@ -69,8 +70,8 @@ def in_tokens(plan, number):
 
 def hold_tokens(monkeypatch, number):
     """Have memory budgets from now on hold so many tokens, as [`in_tokens`] has one."""
-    make = runtime.make_planner
-    monkeypatch.setattr(runtime, "make_planner", lambda trainer: in_tokens(make(trainer), number))
+    make = planning.make_planner
+    monkeypatch.setattr(planning, "make_planner", lambda trainer: in_tokens(make(trainer), number))
 
 
 def watch_passes(monkeypatch):
@@ -116,12 +117,12 @@ def failing(trainer, attempts, in_backward):
 
 def fail_once_planned(monkeypatch, attempts, in_backward):
     """Have allocations fail as in [`failing`] for the rest of a test, in trainers whose memory is planned from now."""
-    begin = runtime.Runtime.plan
+    begin = Budgets.plan_memory
 
-    def plan(self, trainer, model):
+    def plan(self, model):
         is_new = self.planner is None
-        begin(self, trainer, model)
+        begin(self, model)
         if is_new and self.planner is not None:
-            failing(trainer, attempts, in_backward).__enter__()
+            failing(self, attempts, in_backward).__enter__()
 
-    monkeypatch.setattr(runtime.Runtime, "plan", plan)
+    monkeypatch.setattr(Budgets, "plan_memory", plan)

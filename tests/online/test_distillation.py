@@ -116,9 +116,9 @@ def test_every_number_of_recomputed_layers_computes_the_same_and_keeps_what_was_
 
     def counting(trainer, *args):
         """One more pass, which is not trained on."""
-        memory = trainer.flat.planner
+        memory = trainer.planner
         if memory is not None and torch.is_grad_enabled():
-            counter = SavedBytes(trainer.flat_base(trainer.model), trainer.flat.planner.layers)
+            counter = SavedBytes(trainer.flat_base(trainer.model), trainer.planner.layers)
             with counter.counting():
                 result = compute(trainer, *args)
             inside = sum(counter.total(i) for i in range(number, LAYERS)) + sum(counter.inputs[:number])
@@ -142,7 +142,7 @@ def test_what_a_wide_teacher_keeps_is_counted(data):
     saved = []
     for size in (32, 96):
         trainer = made(data, lambda size=size: plain(make_model(seed=1, hidden_size=size)), memory_budget=8)
-        needs = trainer.flat.planner.needs
+        needs = trainer.planner.needs
         saved.append(int(needs.saved(memory_features(batch, trainer.flat.route))[0]) / needs.correction)
     assert saved[1] - saved[0] == pytest.approx(20 * 64 * 4, abs=2)  # of bytes, which are rounded
     # The divergence gets all scored tokens at once, however small the slices are

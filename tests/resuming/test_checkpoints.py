@@ -224,7 +224,7 @@ def test_folders_with_other_names_and_those_that_are_not_there_are_no_checkpoint
 
 @pytest.mark.parametrize("written", ['{"asked": ', "[1, 2]", b"\xff\xfe", "{}", '{"asked": [null, 64]}'])
 def test_what_a_budget_has_learnt_is_planned_anew_if_it_cannot_be_read(written, tmp_path, caplog):
-    planner = make_trainer("sft", "flat", max_tokens_per_micro_batch=64).flat.planner
+    planner = make_trainer("sft", "flat", max_tokens_per_micro_batch=64).planner
     limit, file = planner.limit, tmp_path / planner.state_file
     file.write_bytes(written if isinstance(written, bytes) else written.encode())
     if "64" in str(written):

@@ -14,6 +14,7 @@ from accelerate.utils import gather
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
+from ..capabilities import module_of
 from ..core.device import GIB, PeakMemory
 from ..core.flat.batch import FlatBatch
 from ..core.flat.counts import of_all_processes
@@ -22,13 +23,14 @@ from ..core.model.architecture import recompute_first
 from ..core.model.flat_model import FlatModel
 from ..core.model.hooks import PassHook
 from ..core.trainers.engine import is_sharded
-from ..slices.axis import cut_by_size, kept_keys, sizes_to_try
-from ..slices.passes import scheduled, why_whole
 from ..spans import cut_by_number
 from .features import TOKENS, joined_features, memory_features, slice_features
 from .needs import MemoryNeeds
 
 logger = logging.get_logger(__name__)
+
+# Where batches can be cut, and by which models. Without slices, none can
+_axis, _slices = module_of("slices", "axis"), module_of("slices", "passes")
 
 # The fewest tokens of a slice under `memory_budget`: shorter ones keep no device busy
 LEAST_SLICE = 128
@@ -73,7 +75,8 @@ class MemoryPlanner(PassHook):
         # In a checkpoint, each process has its own file: each measures its own peaks
         self.state_file = f"memory_budget_{self.accelerator.process_index}.json"
         self.is_sharded = is_sharded(self.accelerator)
-        self.why_whole = why_whole(self.flat_model)
+        without = f"this copy of {__package__.partition('.')[0]} is without its folder `slices`"
+        self.why_whole: str = _slices.why_whole(self.flat_model) if _slices else without
 
     # --- schedules --------------------------------------------------------------------------------------------------
 
@@ -95,7 +98,8 @@ class MemoryPlanner(PassHook):
         """A batch with its schedule. If it `trains`, it must fit, and its pass begins."""
         own = self.own_schedule(batch)
         # Processes that gather weights together agree on a schedule
-        batch = scheduled(batch, self._agreed(batch, own) if self.is_sharded else own)
+        schedule = self._agreed(batch, own) if self.is_sharded else own
+        batch = _slices.scheduled(batch, schedule) if _slices else replace(batch, schedule=schedule)
         if trains:
             if self.why_whole:
                 self.refuse_oversized(batch.counts.computed)
@@ -120,7 +124,7 @@ class MemoryPlanner(PassHook):
             return Schedule(recompute=number, peak=peak)  # refused if it trains and does not fit
         tried = []
         high = min(self.limit or tokens, tokens)
-        for low in sizes_to_try(batch.layout.segments, high, LEAST_SLICE):
+        for low in _axis.sizes_to_try(batch.layout.segments, high, LEAST_SLICE):
             tried.append(self._cut(batch, low))
             if tried[-1].peak <= self.budget:
                 break
@@ -153,7 +157,7 @@ class MemoryPlanner(PassHook):
 
     def _cut(self, batch: FlatBatch, size: int) -> Schedule:
         """The schedule in slices of at most `size` tokens."""
-        return self._in_slices(batch, cut_by_size(batch.layout.segments, size, batch.layout.host_blocks))
+        return self._in_slices(batch, _axis.cut_by_size(batch.layout.segments, size, batch.layout.host_blocks))
 
     def _in_slices(self, batch: FlatBatch, cuts: tuple[int, ...], keeps: bool = False) -> Schedule:
         """
@@ -165,7 +169,7 @@ class MemoryPlanner(PassHook):
         if self.needs is None:
             return Schedule(cuts, head_chunk=chunk)
         slices = slice_features(batch.layout.segments, cuts, self.flat_model.route)
-        stays = kept_keys(batch.layout.segments, cuts, self.needs.per_feature.windows)
+        stays = _axis.kept_keys(batch.layout.segments, cuts, self.needs.per_feature.windows)
         peaks = self.needs.peaks_of_slices(slices, stays, self.features(batch), chunk)
         kept = max(int((peaks <= self.budget).sum()), 1) if keeps else 1
         return Schedule(cuts, 0, chunk, int(peaks[kept - 1]), kept)
@@ -211,7 +215,7 @@ class MemoryPlanner(PassHook):
         if self.why_whole or self._holds(tokens, 0):
             peaks.append(int(self.needs.peaks(self.features(batch)).min()))
         if not self.why_whole:
-            sizes = sizes_to_try(batch.layout.segments, min(self.limit or tokens, tokens), LEAST_SLICE)
+            sizes = _axis.sizes_to_try(batch.layout.segments, min(self.limit or tokens, tokens), LEAST_SLICE)
             peaks += [self._cut(batch, size).peak for size in sizes]
         return min(peaks)
 

@@ -14,21 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import find_batch_size
-from transformers.utils import logging
 
 from ..core.flat.batch import Inputs
 from ..core.flat.counts import of_all_processes
 from ..core.model.restored import attributes_set
 from ..core.trainers.engine import adds_up_shards
+from ..core.trainers.runtime import Step
 from .attempts import Attempt, halve
 from .planner import MemoryPlanner
 
-logger = logging.get_logger(__name__)
-
 # Methods with which losses and metrics exchange figures between processes
 _COLLECTIVE = ("gather", "gather_for_metrics", "pad_across_processes", "reduce")
-Step = Callable[[Inputs], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -66,27 +62,6 @@ def in_one_thread(model: torch.nn.Module) -> AbstractContextManager[Any]:
     """
     is_spread = len({parameter.device for parameter in model.parameters()}) > 1
     return torch.autograd.set_multithreading_enabled(False) if is_spread else nullcontext()
-
-
-def weigh_last_batch(trainer: Any, inputs: Inputs) -> None:
-    """
-    Weight the last batch of an evaluation stream by its number of rows. accelerate knows that number if it dispatches
-    batches, as it does for padded ones unless options or a training stream forbid it. If processes read batches
-    themselves, it takes the last one for a full one, as in trainers that generate, whose `inputs` are examples.
-    """
-    accelerator = trainer.accelerator
-    loader = accelerator.gradient_state.active_dataloader
-    is_last = loader is not None and loader.end_of_dataloader and loader.remainder == -1
-    if not is_last or isinstance(inputs, list) or trainer.args.accelerator_config.dispatch_batches is not None:
-        return
-    if trainer.num_streams == 1:
-        batch = inputs.get("flat_batch")  # packed documents are one row of TRL's
-        loader.remainder = 1 if batch is not None and batch.packed_length else find_batch_size(inputs)
-    else:
-        logger.warning_once(
-            "In evaluation, the last batches of a stream are filled up with its first rows, which then count "
-            "twice: figures differ from TRL's, which dispatches padded batches to its processes."
-        )
 
 
 class PartMetrics:
@@ -169,7 +144,7 @@ class TrainingSteps:
             for number, part in enumerate(parts, 1):
                 self.remember()
                 try:
-                    with self.trainer.flat.scheduling(), in_one_thread(self.trainer.model):
+                    with self.trainer.scheduling(), in_one_thread(self.trainer.model):
                         losses.append(self._run_pass(step, part, metrics, number == len(parts)))
                 finally:
                     self.attempt.finish()

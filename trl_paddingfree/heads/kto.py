@@ -87,5 +87,4 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
             return super().compute_ref_log_probs(model, inputs)
         # Here, TRL calls the model without a `flat_batch`, on the matched rows and then on the mismatched ones
         batches = iter((inputs["flat_batch"], inputs["flat_batch"].mismatched))
-        with self.flat.scheduling():
-            return super().compute_ref_log_probs(lambda **kwargs: model(**kwargs, flat_batch=next(batches)), inputs)
+        return super().compute_ref_log_probs(lambda **kwargs: model(**kwargs, flat_batch=next(batches)), inputs)

@@ -67,7 +67,7 @@ class Images(FlatTrainer):
 
     def batches_beside_text(self) -> list[Inputs]:
         if (probe := self.tried_images) is None:
-            return super().batches_beside_text()
+            return super().batches_beside_text()  # type: ignore[misc]
         if not probe.names:
             raise ValueError(
                 f"`memory_budget={self.flat.options.memory_budget}`: no example of the train data has an image in its "
@@ -176,4 +176,4 @@ class Online(Images):
 
     def refuse_small_budget(self, planner: Any) -> None:
         if self.tried_images is None:  # else, the number of image tokens is unknown
-            super().refuse_small_budget(planner)
+            super().refuse_small_budget(planner)  # type: ignore[misc]

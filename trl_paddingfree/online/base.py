@@ -6,13 +6,11 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from datasets import Dataset
 
-from ..budgets.planner import MemoryPlanner
 from ..core import upstream
 from ..core.data.rows import Make, PromptGroups, generated_on_host
 from ..core.data.task import Task
-from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
+from ..core.flat.batch import FlatBatch, Inputs
 from ..core.flat.counts import BatchCounts
 from ..core.model.flat_model import FlatModel, Flattener
 from ..core.model.restored import attributes_set
@@ -40,8 +38,7 @@ class Online(FlatTrainer):
     Base of the trainers that generate completions and score them in several passes.
 
     There is no collator: rows become flat when policy, old policy and reference are called, whatever wraps these
-    models. Generation is untouched. The loss of a micro-batch is TRL's, over all its rows: if they do not fit into a
-    budget, the model computes them in slices beneath it.
+    models. Generation is untouched. The loss of a micro-batch is TRL's, over all its rows.
 
     >>> from trl_paddingfree import PaddingFreeGRPOTrainer
     >>> [base.__name__ for base in PaddingFreeGRPOTrainer.__bases__]
@@ -55,7 +52,6 @@ class Online(FlatTrainer):
     _tokenize_prompts: Callable[..., tuple[list[list[int]], ...]]
     _buffered_inputs: Any
     _step: int
-    _generated: Inputs | None = None  # under a budget, the rows of the last pass, for a retry
     sample_unit = "completions"
 
     def refuse_arguments(self, arguments: Arguments) -> None:
@@ -63,12 +59,6 @@ class Online(FlatTrainer):
         self._refuse_lengths()
         if self.flat.options.arrange_micro_batches != "none" and is_ours(type(self), "coupled_by"):
             refuse_to_move(self.flat.options, self.coupled_by_arguments(arguments))
-        config = arguments["args"]
-        if self.flat.options.memory_budget == "auto" and config.use_vllm and config.vllm_mode == "colocate":
-            raise ValueError(
-                "`memory_budget='auto'` with `vllm_mode='colocate'` does not know what vLLM leaves: set the GiB "
-                "that this process may use, including what vLLM holds."
-            )
 
     # --- rows become flat -------------------------------------------------------------------------------------------
 
@@ -135,37 +125,6 @@ class Online(FlatTrainer):
         with self.flat.trained.attention_as_before():
             return super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
 
-    # --- budgets ----------------------------------------------------------------------------------------------------
-
-    def refuse_small_budget(self, planner: MemoryPlanner) -> None:
-        """Refuse a budget that a micro-batch does not fit into if all its rows have the maximum length."""
-        if self.max_completion_length is None:
-            return
-        prompt, completion = self.longest_prompt(), self.max_completion_length
-        name = f"a prompt of {prompt} tokens with a completion of `max_completion_length={completion}`"
-        planner.refuse_oversized(prompt + completion, name)
-        if planner.needs is None:
-            return
-        number = self.args.per_device_train_batch_size
-        rows = [[0] * prompt + [i + 1] * completion for i in range(number)]  # all with one prompt
-        labels = [[IGNORE_INDEX] * prompt + row[prompt:] for row in rows]
-        # Refused if rows of one prompt do not fit. The error names a budget that also holds rows with a prompt each
-        shared = FlatBatch.from_rows(rows, labels, prefix_sharing=self.flat.trained.route.prefix_sharing)
-        if planner.least_bytes(shared) > planner.budget:
-            apart = FlatBatch.from_rows(rows, labels, prefix_sharing=False)
-            larger = max(shared, apart, key=planner.least_bytes)  # which it is depends on the lengths
-            named = f"a micro-batch of {number} rows, each {name}"
-            raise planner.too_small_for(larger, named, "`max_completion_length`")
-
-    def longest_prompt(self) -> int:
-        """Tokens of the prompt with the most characters; 1 if no prompt is known yet."""
-        data = self.train_dataset
-        makes_prompts = self.environment_factories or vars(self).get("rollout_func")
-        if not isinstance(data, Dataset) or "prompt" not in data.column_names or makes_prompts:
-            return 1
-        longest = max(data["prompt"], key=lambda prompt: len(str(prompt)))
-        return len(self._tokenize_prompts([longest])[0][0])
-
     def padded_counts(self, inputs: Inputs) -> BatchCounts:
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
         return BatchCounts(mask.numel(), int(mask.sum()), mask.numel())
@@ -201,9 +160,6 @@ class Online(FlatTrainer):
 
     @when_flat
     def _prepare_inputs(self, generation_batch):
-        steps = self.flat.steps if self.model.training else None
-        if steps is not None and steps.attempt.has_failed:
-            return self._generated
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         if self.flat.options.arrange_micro_batches != "none" and self.model.training:
@@ -215,7 +171,4 @@ class Online(FlatTrainer):
                 arranged = (by_prompt(group, self.split_by_row, self.kinds_of) for group in groups)
                 self._buffered_inputs = [batch for group in arranged for batch in group]
                 inputs = self._buffered_inputs[self._step % number]
-        if steps is not None:
-            self._generated = inputs
-            steps.remember()  # only now: a retry must not undo generation
         return inputs

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 from trl import DistillationConfig, DistillationTrainer
 
-from ..budgets.needs import HeadBytes, fused_head
+from ..capabilities import module_of
 from ..core import upstream
 from ..core.flat.batch import IGNORE_INDEX
 from ..core.model.flat_model import FlatModel
@@ -17,18 +18,22 @@ from ..core.trainers.runtime import when_flat
 from .base import PROMPTS
 from .composed import OnlineTrainer
 
+if TYPE_CHECKING:
+    from ..budgets.needs import HeadBytes
+
 # Without Triton, TRL computes a tile's gradient with up to ten more float32 tensors of the tile's size
 _TORCH_TILES = 10
 
 
-def divergence(student: PreTrainedModel, teacher: PreTrainedModel) -> HeadBytes:
+def divergence(student: PreTrainedModel, teacher: PreTrainedModel) -> "HeadBytes":
     """Bytes of TRL's divergence, which keeps the teacher's hidden states, and works on tiles of both models' logits."""
     rows, columns = upstream.divergence_tile()
     per_row = 2 * 4 * columns + student.dtype.itemsize * columns  # logits of both in float32, and the gradient
     if not upstream.has_head_kernel(student.device):
         per_row += 4 * _TORCH_TILES * min(columns, student.config.get_text_config().vocab_size)
     kept = teacher.dtype.itemsize * teacher.config.get_text_config().hidden_size
-    return replace(fused_head(student), tile=(per_row, rows), kept=kept, in_chunks=False)
+    fused = module_of("budgets", "needs").fused_head(student)  # only budgets ask
+    return replace(fused, tile=(per_row, rows), kept=kept, in_chunks=False)
 
 
 class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):

@@ -142,7 +142,7 @@ def test_a_budget_does_not_mind_what_a_collator_does(model_dir, name):
     budgeted = run("sft", "ours", **options, data_collator=ours, memory_budget=8)
     assert_same(run("sft", "padded", **options, data_collator=theirs), budgeted)
     if name == "tokenizes":
-        with pytest.raises(ValueError, match="nor one without tokens"):
+        with pytest.raises(ValueError, match="of one without tokens are not"):
             run("sft", "ours", **options, data_collator=ours, arrange_micro_batches="tokens")
 
 
@@ -213,6 +213,8 @@ def test_a_data_loader_of_ones_own_is_told_what_a_budget_needs(model_dir):
         run("sft", "ours", trainer_class=Loading, **options)
     keeps_rows = True
     assert_same(whole, run("sft", "ours", trainer_class=Loading, **options), ignored=PER_MICRO_BATCH)
+    del options["max_tokens_per_micro_batch"]  # nobody needs the rows then
+    assert_same(whole, run("sft", "ours", trainer_class=Loading, **options))
 
 
 def test_a_callback_may_change_the_collator(model_dir):

@@ -18,7 +18,7 @@ def test_a_model_keeps_nothing_of_a_trainer_that_is_gone(task):
     given = arguments(task, False)
     trainer = make_trainer(task, "shared", **given, memory_budget=8, steps=1)
     trainer.train()
-    model, parts = trainer.model, (trainer, trainer.flat.planner, trainer.optimizer.optimizer, trainer.accelerator)
+    model, parts = trainer.model, (trainer, trainer.planner, trainer.optimizer.optimizer, trainer.accelerator)
     gone = [weakref.ref(part) for part in parts]
     del trainer, parts
     gc.collect()
@@ -35,11 +35,11 @@ def test_a_budget_is_not_lost_by_an_exception_while_planning(model_dir, monkeypa
         return restored(self, batch)
 
     trainer = budgeted("dpo", model_dir, preference_data(8, SEED))
-    trainer.flat.planner, trainer.flat.is_planned = None, False  # as where weights come late
+    trainer.planner = None  # as where weights come late
     monkeypatch.setattr(MemoryPlanner, "least_bytes", fail_once)
     with pytest.raises(torch.OutOfMemoryError, match="on purpose"):
         trainer.train()
-    assert trainer.flat.planner is None
+    assert trainer.planner is None
     trainer.train()
     assert any("flat/memory_budget_gib" in entry for entry in trainer.state.log_history)
 

@@ -123,7 +123,7 @@ def test_packed_rows_above_a_budget_run_document_by_document(model_dir, limit):
     dataset = conversations(400, SEED).filter(lambda row: len(str(row["messages"]).split()) < 30)
     arguments = {"model": model_dir, "train_dataset": dataset, "packing": True, "max_length": 64}
     whole = run("sft", "flat", **arguments, memory_budget=8)
-    trainer, plan = whole.trainer, whole.trainer.flat.planner
+    trainer, plan = whole.trainer, whole.trainer.planner
     assert int(trainer.item_lengths().max()) < 40 < int(trainer.example_lengths().max())
     budget = {"max_tokens_per_micro_batch": 40}
     if limit == "memory":

@@ -2,7 +2,6 @@
 
 import inspect
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -24,7 +23,7 @@ _EDITS = {
     "position_ids": "other `position_ids`",
 }
 # Inputs whose edits [`edits`] finds; labels of pairs are made of `completion_mask`
-_COMPARED = (*_EDITS, "completion_mask")
+COMPARED = (*_EDITS, "completion_mask")
 
 
 class EditedRowsError(ValueError):
@@ -96,31 +95,9 @@ def refuse_edits(results: torch.Tensor) -> None:
 
 
 def refuse_lost_batch(inputs: Inputs) -> None:
-    """Reject the inputs of a training step that lack the flat batch, or the rows that a budget divides into parts."""
+    """Reject the inputs of a training step that lack the flat batch."""
     raise EditedRowsError(
-        "The inputs of `training_step` have no `rows`, from which parts are made: pass on all that the collator "
-        "gave, made with `keeps_rows=True`, or leave `memory_budget` and `max_tokens_per_micro_batch` out."
-        if "flat_batch" in inputs
-        else f"The inputs of `training_step` have no `flat_batch`, only {list(inputs)}: pass on all that the data "
+        f"The inputs of `training_step` have no `flat_batch`, only {list(inputs)}: pass on all that the data "
         "loader gave. A `data_collator` that was set after the trainer was made gives none: pass it when you "
         "make the trainer, or set `padding_free=False`."
     )
-
-
-def refuse_lost_values(inputs: Inputs, made: Inputs) -> None:
-    """
-    Reject inputs of a micro-batch that differ from what the collator `made`, because its parts would lack the change.
-    Waits for the device if the collator returns more than the rows that [`edits`] compares.
-    """
-    for name, value in inputs.items():
-        before = made.get(name)
-        is_lost = name not in ("flat_batch", "rows", *made)
-        if isinstance(value, torch.Tensor) and name not in _COMPARED and before is not None and before is not value:
-            before = torch.as_tensor(before).to(value.dtype)  # engines cast floats to their dtype
-            is_lost = not np.array_equal(value.cpu().double(), before.double(), equal_nan=True)
-        if is_lost:
-            raise EditedRowsError(
-                f"`{name}` of a micro-batch was added or changed after the collator. This micro-batch runs in parts, "
-                "which are made of what the collator gave: make the change in `torch_call` of a subclass of this "
-                "package's collator, or leave `memory_budget` and `max_tokens_per_micro_batch` out."
-            )

@@ -2,18 +2,16 @@
 
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from datasets import Dataset
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from ...budgets.needs import HeadBytes, fused_head
-from ...budgets.planner import MemoryPlanner
-from ...budgets.steps import Part, weigh_last_batch
 from ..data.lengths import has_images
 from ..data.task import Task
 from ..flat.batch import Inputs
@@ -24,8 +22,9 @@ from . import refusals
 from .card import append_to_card
 from .configs import Arguments, PaddingFreeOptions, config_of, silence
 from .engine import base_of
+from .evaluation import weigh_last_batch
 from .proving import Proof, StartUpCheck
-from .runtime import Runtime, when_flat
+from .runtime import Runtime, Step, when_flat
 
 
 class FlatTrainer(Trainer):
@@ -45,10 +44,6 @@ class FlatTrainer(Trainer):
     trl_config: Any  # and its configuration class
     config_class: Any  # our configuration class
     takes_sequence_parallel: ClassVar[bool] = False  # whether groups of processes may compute its batches
-    head_bytes: ClassVar[Callable[..., HeadBytes]] = staticmethod(fused_head)  # memory of the head, given the models
-    changed_by_loss: ClassVar[tuple[str, ...]] = ()  # attributes that TRL's loss updates
-    extremes: ClassVar[dict[str, Callable[..., float]]] = {}  # metrics that are a `min` or `max` over a micro-batch
-    differences: ClassVar[dict[str, tuple[str, str]]] = {}  # metrics that are the difference of two others
     flat: Runtime
     args: Any  # one of TRL's configurations
     train_dataset: Dataset
@@ -87,7 +82,7 @@ class FlatTrainer(Trainer):
         refusals.take_out_of_compilers(arguments)
         self.refuse_arguments(arguments)
         # It would pad (DPO), or refuse `max_length` (SFT)
-        with attributes_set([(config, "padding_free", False)]), self.flat.checkpointing(config):
+        with attributes_set([(config, "padding_free", False)]), self.as_it_trains(config):
             super().__init__(**arguments)
         refuse_moved_names(type(self), self)
         refusals.warn_of_precision(self.accelerator.mixed_precision, config)
@@ -97,8 +92,14 @@ class FlatTrainer(Trainer):
         # TRL drops the reference once its log-probabilities are precomputed
         self.flat.models = [flat for flat in self.flat.models if flat.model in bases]
         self.refuse_options()
-        refusals.refuse_lost_router_loss(self.flat.options, self.args, FlatTrainer.coupled_by(self))
-        self.flat.plan_if_placed(self)
+        self.after_init()
+
+    def as_it_trains(self, config: TrainingArguments) -> AbstractContextManager[None]:
+        """The context in which TRL makes the trainer, and trains. Budgets: layers may recompute."""
+        return nullcontext()
+
+    def after_init(self) -> None:
+        """Called at the end of `__init__`, with flat models. Budgets: plan the memory."""
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -108,10 +109,9 @@ class FlatTrainer(Trainer):
         """Refuse arguments of the trainer whether it pads or not: here, none."""
 
     def refuse_arguments(self, arguments: Arguments) -> None:
-        """Refuse arguments of the trainer that cannot be combined with flat batches, or with a budget."""
+        """Refuse arguments of the trainer that cannot be combined with flat batches."""
         collator = self.collator_of(has_images(arguments.get("train_dataset")))
         refusals.refuse_unflattenable(arguments, self.task, collator)
-        refusals.refuse_beside_budget(self.flat.options, arguments["args"])
         self.refuse_images(arguments)
 
     def refuse_images(self, arguments: Arguments) -> None:
@@ -134,10 +134,6 @@ class FlatTrainer(Trainer):
     def num_streams(self) -> int:
         """How many processes, or groups of processes, get batches of their own."""
         return self.accelerator.num_processes
-
-    def batches_beside_text(self) -> list[Inputs]:
-        """Batches that keep more for the backward pass than text does: a budget counts what their passes keep."""
-        return []
 
     def coupled_by_arguments(self, arguments: Arguments) -> list[str]:
         """Those of `coupled_by` that the trainer's arguments show, by which they are refused before models load."""
@@ -163,33 +159,35 @@ class FlatTrainer(Trainer):
         """Prove the models, and have them compute flat batches."""
         self.flat.start(self)
 
-    def refuse_small_budget(self, planner: MemoryPlanner) -> None:
-        """Refuse a budget that a known example does not fit into."""
-        raise NotImplementedError
-
     # --- a training step --------------------------------------------------------------------------------------------
 
     @when_flat
     def training_step(self, model, inputs, num_items_in_batch=None):
-        if not self.flat.is_planned:  # planning had to wait for the weights
-            self.flat.prove(self, model)
-            self.flat.plan(self, model)
-        step = partial(super().training_step, model, num_items_in_batch=num_items_in_batch)
-        if not self.flat.has_begun:  # what was changed since the trainer was made counts, also as `train()` began
-            self.flat.has_begun, self.flat.has_hooks = True, None
-            self.flat.counts.logged_at = time.perf_counter()
-            self.refuse_options()
-        parts = self.parts_of(inputs, is_normalized=num_items_in_batch is not None)
+        step: Step = partial(super().training_step, model, num_items_in_batch=num_items_in_batch)
+        if not self.flat.has_begun:
+            self.begin_training(model)
+        self.count_tokens(inputs)
+        for around in self.flat.around_step:
+            step = partial(around, step, num_items_in_batch is not None)
         with self.flat.trained.must_train(self):
-            loss = step(parts[0].inputs) if self.flat.steps is None else self.flat.steps.run(step, parts)
+            loss = step(inputs)
         self.refuse_edits()
         return loss
+
+    def begin_training(self, model: torch.nn.Module) -> None:
+        """Called in the first step of each `train()`: prove the `model` if that had to wait for its weights."""
+        self.flat.prove(self, model)
+        self.flat.has_hooks = None  # what was changed since the trainer was made counts, also as `train()` began
+        self.refuse_options()
+        self.flat.has_begun, self.flat.counts.logged_at = True, time.perf_counter()
+
+    def count_tokens(self, inputs: Inputs) -> None:
+        """Count the tokens of a micro-batch, if its rows are flat before the model is called."""
 
     @when_flat
     def prediction_step(self, model, inputs, *args, **kwargs):
         weigh_last_batch(self, inputs)
-        with self.flat.scheduling():
-            outputs = super().prediction_step(model, inputs, *args, **kwargs)
+        outputs = super().prediction_step(model, inputs, *args, **kwargs)
         self.refuse_edits()
         return outputs
 
@@ -198,13 +196,6 @@ class FlatTrainer(Trainer):
         for flat_model in self.flat.models:
             flat_model.edits.read()
 
-    def parts_of(self, inputs: Inputs, is_normalized: bool) -> list[Part]:
-        """
-        The parts of a micro-batch, computed one after another; a single one without a budget. Processes whose backward
-        passes are collective get the same number. `is_normalized`: the loss is divided by the tokens of the whole step.
-        """
-        return [Part(inputs)]
-
     def compute_loss(self, model, inputs, *args, **kwargs):
         if self.flat.pads:  # without `when_flat`, because padded tokens are counted, too
             if self.model.training:
@@ -212,13 +203,10 @@ class FlatTrainer(Trainer):
             return super().compute_loss(model, inputs, *args, **kwargs)
         if self.flat.check.unproven:  # evaluation may come before any step of training
             self.flat.prove(self, model)
-        if (steps := self.flat.steps) is None:
-            return super().compute_loss(model, inputs, *args, **kwargs)
-        with self.flat.scheduling():  # it may be called outside of any step
-            loss = super().compute_loss(model, inputs, *args, **kwargs)
-        if steps.planner.current is not None:  # around its reference pass, TRL turned checkpointing off and on again
-            steps.planner.set_recompute(steps.planner.current.schedule)
-        return loss if steps.part is None else steps.weighted(loss)
+        compute = super().compute_loss
+        for around in self.flat.around_loss:
+            compute = partial(around, compute)
+        return compute(model, inputs, *args, **kwargs)
 
     def padded_counts(self, inputs: Inputs) -> BatchCounts:
         """The token counts of a padded micro-batch."""
@@ -246,10 +234,12 @@ class FlatTrainer(Trainer):
     @when_flat
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         if self.model.training and {"loss", "learning_rate"} <= logs.keys():  # not what one process logs: all gather
-            logs |= self.flat.counts.figures(self.accelerator, self.flat.highest_peak, self.flat.trained.repeats)
-            if self.flat.planner is not None:
-                logs |= self.flat.planner.figures()
+            logs |= self.logged_figures()
         super().log(logs, *args, **kwargs)
+
+    def logged_figures(self) -> dict[str, float]:
+        """What is logged beside TRL's figures: of all steps since the last time, over all processes."""
+        return self.flat.counts.figures(self.accelerator, self.flat.highest_peak, self.flat.trained.repeats)
 
     @when_flat
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):  # type: ignore[override]
@@ -264,19 +254,10 @@ class FlatTrainer(Trainer):
     def train(self, *args, **kwargs):
         refusals.refuse_adapters([] if self.flat.pads else self.flat_models())  # some may have been added since
         self.flat.has_begun = False
-        with self.flat.checkpointing(self.args):
+        with self.as_it_trains(self.args):
             return super().train(*args, **kwargs)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)  # makes the folder, and runs in every process
-        if self.flat.planner is not None:
-            self.flat.planner.save(output_dir)
         if self.args.should_save and not self.flat.pads:
             self.flat.check.remembered.save(output_dir)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            self.flat.resumed_from = checkpoint
-            if self.flat.planner is not None:
-                self.flat.planner.restore(checkpoint)
-        super()._load_rng_state(checkpoint)

@@ -1,39 +1,31 @@
-"""Base of the trainers with a collator: arranges their examples, and divides micro-batches under a budget."""
+"""Base of the trainers with a collator, which arranges their examples."""
 
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
-from accelerate import DistributedType
 from accelerate.data_loader import SeedableRandomSampler
 from datasets import Dataset, IterableDataset
 from torch.utils.data import RandomSampler
 
 from ...arranging.order import StepSampler, by_prefix, by_tokens
-from ...budgets.planning import refuse_small_budget
-from ...budgets.steps import Part
 from ...coupling import own_steps
 from ..data.collate import FlatCollator
 from ..data.lengths import example_work, has_known_lengths, row_lengths, token_lengths
 from ..data.padded import PaddedRowsCollator
 from ..flat.batch import Inputs
-from ..flat.counts import BatchCounts, of_all_processes
-from ..flat.transfer import on_device
-from ..model.edits import edits, refuse_edits, refuse_lost_batch, refuse_lost_values
-from ..model.restored import attributes_set
+from ..flat.counts import BatchCounts
+from ..model.edits import refuse_lost_batch
 from . import refusals
 from .base import FlatTrainer
 from .configs import Arguments
-from .engine import is_sharded
 from .runtime import when_flat
 
 
 class Collated(FlatTrainer):
     """
-    Base of the trainers whose batches come from a collator, which makes them flat; the trainer keeps them within a
-    budget. Mixed in before one of TRL's trainers.
+    Base of the trainers whose batches come from a collator, which makes them flat. Mixed in before one of TRL's
+    trainers.
 
     >>> from trl_paddingfree import PaddingFreeDPOTrainer
     >>> [base.__name__ for base in PaddingFreeDPOTrainer.__bases__]
@@ -56,7 +48,6 @@ class Collated(FlatTrainer):
         """Values of the collator that follow from what was found out about the models."""
         return {
             "prefix_sharing": self.flat.trained.route.prefix_sharing,
-            "keeps_rows": self.flat.options.has_budget,
             "rotary_limit": min(self.flat.rotary_limits().values(), default=None),
         }
 
@@ -64,9 +55,7 @@ class Collated(FlatTrainer):
     def _precompute_ref_logps(self, *args, **kwargs):
         # TRL may call this in its `__init__`, after it has added the fused heads: models must be flat by then
         self.start_flat()
-        self.flat.plan_if_placed(self)
-        with self._without_parts():
-            return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
+        return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
 
     def _flat_collator(self) -> FlatCollator:
         """A copy of the collator that makes flat batches: the user's own may serve another trainer."""
@@ -138,8 +127,6 @@ class Collated(FlatTrainer):
                 coupling.append(f"`neftune_noise_alpha={alpha}`, whose noise shrinks with the longest row,")
             refusals.refuse_to_move(options, [*coupling, *self.weighed_by_micro_batch()])
             refusals.refuse_to_look_ahead(options, self.train_dataset, self.args, self.task.token_columns)
-        if options.has_budget and not self._may_couple():
-            refusals.refuse_lost_gradients(self.accelerator, self.args)
 
     @when_flat
     def _get_train_sampler(self, *args, **kwargs):
@@ -171,23 +158,7 @@ class Collated(FlatTrainer):
             loader.set_sampler(self.flat.sampler)
         return loader
 
-    def _without_parts(self) -> AbstractContextManager[None]:
-        """Within this context, data loaders are made whose batches keep no rows: passes without gradients need none."""
-        collator = self.data_collator  # by now, it may be one that was set since
-        keeps_rows = self.flat.options.has_budget and isinstance(collator, FlatCollator)
-        return attributes_set([(self, "data_collator", collator.changed(keeps_rows=False))] if keeps_rows else [])
-
-    @when_flat
-    def get_eval_dataloader(self, *args, **kwargs):
-        with self._without_parts():
-            return super().get_eval_dataloader(*args, **kwargs)
-
-    @when_flat
-    def get_test_dataloader(self, *args, **kwargs):
-        with self._without_parts():
-            return super().get_test_dataloader(*args, **kwargs)
-
-    # --- a micro-batch, whole or in parts ---------------------------------------------------------------------------
+    # --- a micro-batch ----------------------------------------------------------------------------------------------
 
     def part_sizes(self, inputs: Inputs) -> dict[str, int]:
         """By name, the denominators of the loss ("loss") and of each averaged metric of a part of a micro-batch."""
@@ -206,65 +177,12 @@ class Collated(FlatTrainer):
             found.append("a loss")
         return [*self.coupled_by(), *(f"{each} without `part_sizes`" for each in found)]
 
-    refuse_small_budget = refuse_small_budget
-
-    def parts_of(self, inputs: Inputs, is_normalized: bool) -> list[Part]:
-        planner = self.flat.planner
-        if "flat_batch" not in inputs or (planner is not None and "rows" not in inputs):
+    def count_tokens(self, inputs: Inputs) -> None:
+        if "flat_batch" not in inputs:
             refuse_lost_batch(inputs)
-        batch, parts = inputs["flat_batch"], [Part(inputs)]
-        counts, is_alone = batch.counts, self.accelerator.num_processes == 1
         if self.flat.sampler is not None:  # callbacks may have changed the loss
             refusals.refuse_to_move(self.flat.options, self._may_couple(moves=True))
-        if planner is not None and not (is_alone and planner.is_whole(batch)) and not self._may_couple():
-            parts = self._weighted_parts(inputs, is_normalized)
-            total = sum((part.inputs["flat_batch"].counts for part in parts), BatchCounts())
-            counts = replace(counts, computed=total.computed, repeated=total.repeated)
-        self.flat.counts.new.append(counts)
-        return [replace(part, inputs={n: x for n, x in part.inputs.items() if n != "rows"}) for part in parts]
-
-    def _weighted_parts(self, inputs: Inputs, is_normalized: bool) -> list[Part]:
-        """The parts of a micro-batch whose losses add up. Sizes, and thus weights, are counted on the host."""
-        accelerator = self.accelerator
-        # Those with images come last: in the last part, DDP waits for gradients of all weights, including the tower's
-        batches = sorted(self._divided(inputs), key=_has_images)
-        most = len(batches)
-        if is_sharded(accelerator) or accelerator.distributed_type == DistributedType.DEEPSPEED:
-            # Backward passes are collective, so processes with fewer parts repeat their last one, masked
-            is_mixed = len({*map(_has_images, batches)}) > 1
-            most, is_mixed = of_all_processes([most, is_mixed], accelerator).amax(0).tolist()
-            if is_mixed and accelerator.num_processes > 1:
-                raise ValueError(
-                    "A micro-batch above its budget has parts with images and parts without, and under FSDP and "
-                    "DeepSpeed all processes compute the vision tower together: raise `memory_budget` or "
-                    "`max_tokens_per_micro_batch`, leave it out, or train on examples that all have images."
-                )
-            if most == 1:  # no process divided its micro-batch; if one did, all gather `PartMetrics`
-                return [Part(inputs)]
-        sizes = [self.part_sizes(batch["rows"].rows if "rows" in batch else batch) for batch in batches]
-        total = max(sum(size["loss"] for size in sizes), 1)
-        weights = [1.0 if is_normalized else size["loss"] / total for size in sizes]
-        parts = list(map(Part, batches, sizes, weights))
-        if len(parts) < most:
-            masked = {**batches[-1], "attention_mask": torch.zeros_like(batches[-1]["attention_mask"])}
-            parts += [Part(masked, dict.fromkeys(sizes[-1], 0), 0.0)] * (most - len(parts))
-        return parts
-
-    def _divided(self, inputs: Inputs) -> list[Inputs]:
-        """The batches into which the planner divides one; just that one if it fits or has a single item."""
-        whole, rows, planner, collator = inputs["flat_batch"], inputs["rows"], self.flat.planner, self.data_collator
-        assert planner is not None
-        # Sizes and parts are made from the rows on the host, which do not show edits
-        labels, made = map(collator.row_labels, (inputs, rows.rows))
-        found = edits(whole, {**inputs, "labels": labels}, on_device(made, labels.device))
-        self.flat.trained.edits.add(found, refuse_edits)
-        if rows.num_items == 1 or planner.is_whole(whole):
-            return [inputs]
-        refuse_lost_values(inputs, rows.rows)
-        features = list(map(planner.features, rows.alone(collator)))
-        parts = [rows.take(items, collator).with_flat(collator) for items in planner.parts(features)]
-        # transformers moves tensors, but not flat batches: the data loader has only moved that of the whole
-        return [{**part, "flat_batch": part["flat_batch"].to(self.args.device, non_blocking=True)} for part in parts]
+        self.flat.counts.new.append(inputs["flat_batch"].counts)
 
     def padded_counts(self, inputs: Inputs) -> BatchCounts:
         slots = inputs["input_ids"].numel()
@@ -274,8 +192,3 @@ class Collated(FlatTrainer):
         total = super().total_counts()
         # Only TRL counts the real tokens of padded batches
         return replace(total, real=self._total_train_tokens) if self.flat.pads else total
-
-
-def _has_images(part: Inputs) -> bool:
-    """Whether a part of a micro-batch needs modules beside the decoder: towers of images."""
-    return any(hook.numbers for hook in part["flat_batch"].hooks)

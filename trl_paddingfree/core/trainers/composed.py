@@ -6,12 +6,13 @@ from ...capabilities import classes_of
 from .collated import Collated
 
 if TYPE_CHECKING:  # the same bases, for editors and type checkers
+    from ...budgets.trainers import Collated as BudgetsCollated
     from ...data_checks.trainers import Collated as CheckedCollated
     from ...groups.trainers import Collated as GroupsCollated
     from ...images.trainers import Collated as ImagesCollated
     from ...resuming.trainers import Collated as ResumingCollated
 
-    class CollatedTrainer(ResumingCollated, CheckedCollated, ImagesCollated, GroupsCollated, Collated):
+    class CollatedTrainer(ResumingCollated, CheckedCollated, ImagesCollated, GroupsCollated, BudgetsCollated, Collated):
         pass
 else:
 

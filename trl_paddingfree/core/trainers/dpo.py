@@ -81,5 +81,4 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
     @when_flat
     def compute_ref_log_probs(self, model, inputs):
         self.flat.prove(self, model)
-        with self.flat.scheduling():
-            return super().compute_ref_log_probs(model, inputs)
+        return super().compute_ref_log_probs(model, inputs)

@@ -195,7 +195,7 @@ class StartUpCheck:
         self.begin(base, route)
         # As training will recompute activations, which it turns on only when it starts
         learns = any(parameter.requires_grad for parameter in base.parameters())
-        wanted = self.args.gradient_checkpointing or self.options.memory_budget is not None
+        wanted = self.args.gradient_checkpointing
         recomputes = learns and wanted and base.supports_gradient_checkpointing
         kwargs = vars(self.args)["gradient_checkpointing_kwargs"]
         routes = self.routes(base, route, fallback=self.options.flat_attention == "auto")

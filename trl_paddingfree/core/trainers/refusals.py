@@ -7,16 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from datasets import IterableDataset
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
-from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 from trl import SFTConfig
 
-from ...budgets.device import budget_bytes
 from .. import upstream
 from ..data.collate import FlatCollator
 from ..data.lengths import AnyDataset, column_names, has_images, has_known_lengths
@@ -24,7 +21,6 @@ from ..data.task import Task
 from ..model.adapters import why_padded, why_padded_by
 from ..model.flat_model import UNCOMPILED
 from .configs import Arguments, PaddingFreeOptions, given_datasets
-from .engine import zero_stage
 
 logger = logging.get_logger(__name__)
 
@@ -211,73 +207,6 @@ def warn_of_precision(in_force: str, config: TrainingArguments) -> None:
             f"Training runs with `mixed_precision={in_force!r}`, as `accelerate launch` was told (by its "
             f"configuration or `--mixed_precision`), in spite of `bf16={config.bf16}, fp16={config.fp16}`. Change one "
             "of them."
-        )
-
-
-def refuse_beside_budget(options: PaddingFreeOptions, config: TrainingArguments) -> None:
-    """Refuse optimizers that step in the backward pass and, with `memory_budget`, options that govern activations."""
-    if not options.has_budget:
-        return
-    optim = OptimizerNames(config.optim).value
-    if "layerwise" in optim or "lomo" in optim:
-        raise ValueError(
-            f"`optim={optim!r}` steps within each backward pass, and micro-batches above a budget have several: leave "
-            "`memory_budget` and `max_tokens_per_micro_batch` out, or take another optimizer."
-        )
-    if options.memory_budget is None:
-        return
-    budget_bytes(options.memory_budget, config.device)  # refuses more than the device has
-    kwargs = vars(config)["gradient_checkpointing_kwargs"] or {}
-    offloads = vars(config).get("activation_offloading")  # not all of TRL's configurations have it
-    every = kwargs.get("every_n_layers", 1)
-    of_kwargs = "gradient_checkpointing_kwargs"
-    moves = "it moves to the CPU what the budget counts"
-    hides = "it keeps results of attention that no count of saved tensors shows"
-    for is_set, name, reason in (
-        (offloads, "`activation_offloading=True`", moves),
-        (kwargs.get("selective"), f"`{of_kwargs}={{'selective': True}}`", hides),
-        (kwargs.get("offload"), f"`{of_kwargs}={{'offload': True}}`", moves),
-        (every != 1, f"`{of_kwargs}={{'every_n_layers': {every}}}`", "it decides which layers recompute, too"),
-    ):
-        if is_set:
-            raise ValueError(
-                f"`memory_budget={options.memory_budget}` cannot be combined with {name}: {reason}. Leave one of them "
-                "out."
-            )
-
-
-def refuse_lost_router_loss(options: PaddingFreeOptions, config: TrainingArguments, reasons: list[str]) -> None:
-    """
-    Refuse reentrant checkpoints under a budget if routers have a loss: `reasons` are the options that give them one.
-    Such checkpoints lose the gradients of router logits, and the budget decides which layers are checkpointed.
-    """
-    if options.has_budget and upstream.is_reentrant(config) and reasons:
-        raise ValueError(
-            f"`gradient_checkpointing_kwargs={{'use_reentrant': True}}` cannot be combined with {reasons[0]} and "
-            "`memory_budget` or `max_tokens_per_micro_batch`: layers that recompute this way lose gradients of the "
-            "router loss, and the budget decides which layers recompute. Set `use_reentrant` to `False`."
-        )
-
-
-def refuse_lost_gradients(accelerator: Accelerator, config: TrainingArguments) -> None:
-    """
-    Refuse ZeRO-2 with an offloaded optimizer: without accumulation, it keeps only the last part's gradients. Also a
-    static graph of DDP, which expects one backward pass.
-    """
-    if config.ddp_static_graph:
-        raise ValueError(
-            "`ddp_static_graph=True` expects one backward pass per micro-batch, and one above a budget has several: "
-            "leave it, or `memory_budget` and `max_tokens_per_micro_batch`, out."
-        )
-    if zero_stage(accelerator) != 2 or config.gradient_accumulation_steps > 1:
-        return
-    zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
-    offload = zero.get("offload_optimizer") or {}
-    if offload.get("device", "none") != "none":
-        raise ValueError(
-            "ZeRO-2 with `offload_optimizer_device` and `gradient_accumulation_steps=1` keeps the gradients of the "
-            "last part of a micro-batch only. Set `gradient_accumulation_steps=2`, offload nothing, or leave "
-            "`memory_budget` and `max_tokens_per_micro_batch` out."
         )
 
 

@@ -1,32 +1,28 @@
 """What this package keeps for one trainer, and the decorator that skips its overrides while the trainer pads."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedConfig, TrainingArguments
+from transformers import PreTrainedConfig
 
 from ...arranging.order import StepSampler
-from ...budgets.planner import MemoryPlanner
-from ...budgets.planning import make_planner
-from ...budgets.steps import TrainingSteps
 from ...capabilities import module_of, needed
 from .. import upstream
 from ..check.prove import UnprovenModelError
 from ..device import PeakMemory
+from ..flat.batch import Inputs
 from ..flat.counts import TokenCounts
 from ..model import architecture
 from ..model.casts import cast_inputs_once
 from ..model.flat_model import FlatModel
 from ..model.peers import Alone, Peers
-from ..model.restored import attributes_set, random_state_restored
 from ..model.routes import Route
 from .configs import PaddingFreeOptions
-from .engine import is_sharded, wants_compiled
+from .engine import wants_compiled
 from .proving import Models, StartUpCheck
 from .refusals import refuse_adapters, warn_of_dropout
 
@@ -34,13 +30,19 @@ if TYPE_CHECKING:
     from .base import FlatTrainer
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+Step = Callable[[Inputs], torch.Tensor]  # computes the loss of a micro-batch, and its gradients
+# Called in place of a step, with that step, whether its loss is divided by the tokens of the whole step of the
+# optimizer, and the micro-batch
+AroundStep = Callable[[Step, bool, Inputs], torch.Tensor]
+# Called in place of TRL's `compute_loss`, with that method and its arguments, the first of which are model and inputs
+AroundLoss = Callable[..., Any]
 
 
 @dataclass
 class Runtime:
     """
-    What this package keeps for one trainer, and how it starts: it proves the models, and plans the memory. Only the
-    first three fields are set before TRL's `__init__` runs; those without a default are set while it is made.
+    What this package keeps for one trainer, and how it starts: it proves the models. Only the first three fields are
+    set before TRL's `__init__` runs; those without a default are set while it is made.
     """
 
     options: PaddingFreeOptions
@@ -52,13 +54,13 @@ class Runtime:
     models: list[FlatModel] = field(default_factory=list)  # the trained one first
     trained: FlatModel = field(init=False)  # the first of `models`
     peak_memory: PeakMemory = field(init=False)
-    planner: MemoryPlanner | None = None  # schedules passes within budgets; `None` without one, and until `plan`
-    steps: TrainingSteps | None = None  # training steps within budgets
+    # What capabilities put around each step and each loss, in evaluation too; the last goes around the others. None in
+    # a plain run. Budgets: the parts of a micro-batch, and the weights of their losses
+    around_step: list[AroundStep] = field(default_factory=list)
+    around_loss: list[AroundLoss] = field(default_factory=list)
     sampler: StepSampler | None = None  # the order of examples, if `arrange_micro_batches` is set
-    is_planned: bool = False  # whether `planner` is settled: made, or not needed
     has_begun: bool = False  # whether a step was trained since `train()` was called
     has_hooks: bool | None = None  # whether gradients have hooks of others than PEFT; `None`: not looked yet
-    resumed_from: str | None = None  # the checkpoint that training resumed from
 
     @property
     def route(self) -> Route | None:
@@ -83,17 +85,11 @@ class Runtime:
         if (layers := module_of("compiled", "layers")) is not None:
             for model in trainer.flat_models():  # those that an earlier trainer has compiled are eager again
                 layers.make_eager(trainer.flat_base(model))
-        self.models = self.check.install(trainer.flat_models())
+        with trainer.as_it_trains(trainer.args):
+            self.models = self.check.install(trainer.flat_models())
         self.trained = self.models[0]
         self._compile(trainer.flat_models(), proves=not self.check.unproven)
         warn_of_dropout(self.trained.model, trainer.args)
-
-    def checkpointing(self, config: TrainingArguments) -> AbstractContextManager[None]:
-        """Within this context, TRL turns checkpointing on if `memory_budget` is to pick the layers that recompute."""
-        picks = not self.pads and self.options.memory_budget is not None
-        return attributes_set(
-            (config, name, True) for name in ("gradient_checkpointing", "activation_checkpointing") if picks
-        )
 
     def prove(self, trainer: "FlatTrainer", model: torch.nn.Module) -> None:
         """Prove a model before it first computes anything, if it had no weights when the trainer was made."""
@@ -106,7 +102,8 @@ class Runtime:
             unproven.clear()
             models += trainer.flat_models()[1:]
         chosen = self.trained.route
-        proven = self.check.prove_all(models)
+        with trainer.as_it_trains(trainer.args):
+            proven = self.check.prove_all(models)
         self._compile(models)
         if chosen.prefix_sharing and not proven.prefix_sharing:
             raise UnprovenModelError(
@@ -125,13 +122,6 @@ class Runtime:
                     self.check.prove_again([model], layers.compiled(flat_model, self.compiler))
                 layers.compile_layers(flat_model, self.compiler)
 
-    def scheduling(self) -> AbstractContextManager[None]:
-        """Within this context, models schedule each pass within the budgets, whatever calls them."""
-        if (planner := self.planner) is None:
-            return nullcontext()
-        models = (model for model in self.models if planner not in model.hooks)
-        return attributes_set((model, "hooks", (*model.hooks, planner)) for model in models)
-
     def rotary_limits(self) -> dict[str, int]:
         """By `rope_type`: the row length from which rotary frequencies of a model depend on the longest row."""
         return architecture.rotary_limits(*self._text_configs())
@@ -147,39 +137,6 @@ class Runtime:
     def highest_peak(self) -> int:
         """Peak bytes in use so far, the highest of any process that computes the same batches."""
         return int(self.peers.largest([self.peak_memory.highest])[0])
-
-    def plan_if_placed(self, trainer: "FlatTrainer") -> None:
-        """Plan for the budgets before training, if the models already have all of their weights."""
-        if not self.check.unproven and not is_sharded(trainer.accelerator):
-            self.plan(trainer, trainer.model)
-
-    def plan(self, trainer: "FlatTrainer", model: torch.nn.Module) -> None:
-        """
-        Plan for the budgets of a `trainer`, prove slices of its `model`, which must have its weights, and refuse a
-        budget that an example does not fit into. Does nothing if called again.
-        """
-        if self.is_planned:
-            return
-        if not self.options.has_budget:
-            self.is_planned = True
-            return
-        if vars(trainer).get("is_distributed_loading_by_transformers"):  # not in all versions of transformers
-            raise ValueError(
-                "`distributed_config` shards the model as it is loaded, and budgets support accelerate's engines "
-                "only: leave `memory_budget` and `max_tokens_per_micro_batch` out, or shard with FSDP2 of "
-                "accelerate."
-            )
-        with random_state_restored(model):  # the user's collator may draw
-            with self.check.in_precision():
-                planner = make_planner(trainer)
-            if (slices := module_of("slices", "check")) is not None:
-                self.check.prove_again([model, *trainer.flat_models()[1:]], slices.IN_SLICES)
-            if self.resumed_from is not None:
-                planner.restore(self.resumed_from)
-            if not planner.has_shrunk:  # if it has, its limit is below the one that the data was checked against
-                trainer.refuse_small_budget(planner)
-        # All at once, and last: after an error above, the next step plans again
-        self.planner, self.steps, self.is_planned = planner, TrainingSteps(trainer, planner), True
 
 
 def when_flat(method: Method) -> Method:
