@@ -6,7 +6,7 @@ import pytest
 import transformers
 from transformers import Trainer
 
-from scripts.packed_table import HEADER, markdown, packed_page, row, verdicts
+from scripts.packed_table import HEADER, markdown, packed_page, row, verdicts, vision_row
 from tests.helpers.architectures import MODEL_TYPES
 from tests.helpers.pages import ROOT, blocks, short_and_local
 from tests.helpers.tiny import conversations, preference_data
@@ -54,6 +54,15 @@ def test_the_page_says_of_some_models_what_the_check_does():
     written = verdicts(PACKED)
     for name in SOME:
         assert written | verdicts(markdown([row(name)])) == written, name
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])
+def test_text_that_trl_packs_on_vision_models_is_as_the_page_says(kind):
+    pytest.importorskip("torchvision")
+    *_, verdict, _, alone, packed = found = vision_row(kind)
+    assert (alone == packed) == (verdict == "exact")
+    written = verdicts(PACKED)
+    assert written | verdicts(markdown([found])) == written
 
 
 @pytest.mark.models
