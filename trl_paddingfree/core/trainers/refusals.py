@@ -30,7 +30,7 @@ _MODELS = ("model", "ref_model", "teacher_model")
 # attribute
 _INSTANCES = {
     **dict.fromkeys((*_MODELS, "processing_class"), ".from_pretrained(...)"),
-    **dict.fromkeys(("args", "peft_config", "quantization_config"), "(...)"),
+    **dict.fromkeys(("args", "data_collator", "peft_config", "quantization_config"), "(...)"),
     **dict.fromkeys(("train_dataset", "eval_dataset"), ".from_list(...)"),
 }
 
