@@ -4,7 +4,7 @@ import inspect
 
 import torch
 
-from ..core.data.padded import default_positions, jumps, scores_padding
+from ..core.data.padded import default_positions, flattened_at, jumps, scores_padding
 from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..core.flat.transfer import Arriving, on_device
 from ..core.model import architecture
@@ -130,7 +130,7 @@ class PaddedRows:
             return reason, padding
         reach = int(positions.max()) + 1 if self.follows_longest else None
         is_shared = self.shares_prefixes and self.flat_model.route.prefix_sharing
-        return FlatBatch.from_padded(ids, mask, None, positions, prefix_sharing=is_shared, reach=reach), padding
+        return flattened_at(positions, ids, mask, prefix_sharing=is_shared, reach=reach), padding
 
 
 def _on_host(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

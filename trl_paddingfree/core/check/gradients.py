@@ -27,7 +27,6 @@ from ..flat.batch import FlatBatch, Inputs
 from ..model import architecture
 from ..model.flat_model import FlatModel
 from ..model.forward import is_pooled
-from ..model.restored import attributes_set
 from . import probe
 from .comparison import NOISE_FACTOR, Tried, Values, Verdict, compare, relative_error
 from .training import (
@@ -233,8 +232,7 @@ class RowsInTraining:
         verdicts, tried = [], Tried(len(self.rows), self.length, batch.counts.computed)
         # The rows above exceed lower limits. For models that draw at random, only errors that they raise tell
         for limit in [x for x in self.position_limits if x >= tried.length] if vary is None else ():
-            with _without_sharing(self.model):
-                longer = self._in_longer(limit, is_random)
+            longer = self._in_longer(limit, is_random)
             if longer.failure:
                 return longer
             verdicts.append(longer)
@@ -274,7 +272,7 @@ class RowsInTraining:
         missing = 0 if is_whole else -sum(n for _, n in cuts) % _MULTIPLE
         cuts += [(0, n) for n in (missing // 2, missing - missing // 2) if n > 1]
         scored = [2 * (i % copies * number + i) for i in range(number)]
-        length, shares = sum(n for _, n in cuts), False
+        length = sum(n for _, n in cuts)
         where = f"a flat row of more than {limit} tokens"
         verdicts, notes = list[Verdict](), self.notes[:0]
         is_low = self.unit > torch.finfo(torch.float32).eps
@@ -300,9 +298,6 @@ class RowsInTraining:
                     log_probs = self.answers(inputs).double().cpu()
             else:
                 log_probs, index = found.log_probs, inputs["flat_batch"].row_index.cpu()
-            # Padded calls are laid out anew, and share what these rows have in common: then answers are compared alone
-            if found is not None and (shares := found.at_tokens.size(1) < length):
-                found = None
             if found is not None:
                 alone = dict(zip(scored, self.alone.at_tokens, strict=True))
                 if failure := _wrong_tokens(found.at_tokens, alone, index, scored):
@@ -323,16 +318,10 @@ class RowsInTraining:
                         self._beside(Pass.of_parameters, self.alone, found, of_parameters=True),
                     )
                 ]
-        tried = None if shares else Tried(len(cuts), self.length, length)
+        tried = Tried(len(cuts), self.length, length)
         if is_random:
             return Verdict(skipped="it draws at random", tried=tried)
         return replace(_worst(verdicts), notes=notes, tried=tried)
-
-
-def _without_sharing(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Within this context, a model shares no prefixes, with `padding_free` neither, which asks its route."""
-    flat_model = FlatModel.of(model)
-    return attributes_set([(flat_model, "route", flat_model.route.without_sharing())] if flat_model else [])
 
 
 InTraining = Callable[[], RowsInTraining]  # called only when gradients are compared

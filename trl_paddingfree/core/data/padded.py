@@ -14,6 +14,9 @@ from .rows import CollatedRows
 
 # Where the documents of rows without padding begin, for kernels: the same as their `position_ids` say
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+# Rows are compared by numbers that hold a token id (low bits) and how many positions were skipped before it in its row
+_TOKEN_BITS = 32
+_TOKEN = 2**_TOKEN_BITS - 1
 
 
 def default_positions(attention_mask: torch.Tensor, by_mask: bool) -> torch.Tensor:
@@ -39,6 +42,32 @@ def scores_padding(labels: torch.Tensor, real: torch.Tensor, moves: bool = True)
     scored = labels != IGNORE_INDEX
     found = (scored & ~real).any(1)
     return found | (scored[:, 1:] & ~real[:, :-1]).any(1) if moves else found
+
+
+def flattened_at(
+    position_ids: torch.Tensor,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    **options: Any,
+) -> FlatBatch:
+    """
+    [`FlatBatch.from_padded`] of rows whose tokens have `position_ids` of their own, `(R, L)` int64, which increase
+    along each row. Rows share only tokens at equal positions.
+    """
+    real = attention_mask != 0
+    counted = real.cumsum(1) - 1
+    skipped = ((position_ids - counted) << _TOKEN_BITS).masked_fill(~real, 0)
+    labels = torch.full_like(input_ids, IGNORE_INDEX) if labels is None else labels
+    targets = torch.where(labels < 0, labels, labels + skipped)
+    batch = FlatBatch.from_padded(input_ids + skipped, attention_mask, targets, **options)
+    tokens, next_tokens = batch.input_ids, batch.shift_labels
+    return replace(
+        batch,
+        input_ids=tokens & _TOKEN,
+        position_ids=batch.position_ids + (tokens >> _TOKEN_BITS),
+        shift_labels=torch.where(next_tokens < 0, next_tokens, next_tokens & _TOKEN),
+    )
 
 
 def _begins(position_ids: torch.Tensor) -> torch.Tensor:
@@ -195,7 +224,7 @@ class PaddedRowsCollator(FlatCollator):
     def _flat(self, ids: torch.Tensor, real: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> FlatBatch:
         reach = int(positions.max()) + 1 if positions.numel() else 0
         options = {"reach": reach} if self.rotary_limit is not None and reach >= self.rotary_limit else {}
-        return FlatBatch.from_padded(ids, real, labels, positions, prefix_sharing=self.prefix_sharing, **options)
+        return flattened_at(positions, ids, real, labels, prefix_sharing=self.prefix_sharing, **options)
 
     def _of_documents(self, ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> FlatBatch:
         """The flat batch of rows of documents, whose `row_index` is of the rows."""

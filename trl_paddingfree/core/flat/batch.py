@@ -15,13 +15,10 @@ import torch
 from .counts import BatchCounts
 from .layout import FlatLayout
 from .schedule import Schedule
-from .segments import num_distinct_tokens, share_prefixes
+from .segments import Segments, num_distinct_tokens, share_prefixes
 from .transfer import HasTensors
 
 IGNORE_INDEX = -100
-# With positions, an entry packs the token id (low bits) and how many positions were skipped before it in its row
-_TOKEN_BITS = 32
-_TOKEN = 2**_TOKEN_BITS - 1
 # Keyword arguments of a model as a collator returns them: padded rows, their flat batch, image tensors
 Inputs = dict[str, Any]
 
@@ -33,7 +30,7 @@ class FlatBatch(HasTensors):
 
     Row `r` is the flat tokens at `row_index[r][row_mask[r]]`. In rows whose labels are their own tokens, every scored
     token is followed by its label in the same segment. (When several processes share a batch,
-    [`~trl_paddingfree.groups.sequence.slice_of`] keeps the tokens of one slice, but the rows and layout of the whole.)
+    [`~trl_paddingfree.groups.sequence.share_of`] keeps the tokens of its share, but the rows and layout of the whole.)
 
     Args:
         input_ids, position_ids (`torch.Tensor` of shape `(1, T)`, int64):
@@ -123,23 +120,11 @@ class FlatBatch(HasTensors):
                 padded batch. Costs one token of padding.
         """
         tokens, targets = ([np.asarray(row, np.int64) for row in lists] for lists in (rows, labels))
-        # A row whose labels are not its own tokens shares nothing: one token would have to predict different ones
-        may_share = [((y == IGNORE_INDEX) | (y == x)).all() for x, y in zip(tokens, targets, strict=True)]
-        filled = [r for r, row in enumerate(tokens) if len(row)]
-        alike, alone = ([r for r in filled if may_share[r] == shares] for shares in (True, False))
-        distinct = num_distinct_tokens([tokens[r] for r in alike]) + sum(len(tokens[r]) for r in alone)
-        if not prefix_sharing:
-            alike, alone = [], filled
-        segments, ends, flat = share_prefixes([tokens[r] for r in alike], [tokens[r] for r in alone])
-        segment_of = dict(zip([*alike, *alone], ends, strict=True))
-
+        segments, segment_of, flat, distinct = _laid_out(tokens, targets, prefix_sharing)
         lengths = list(map(len, tokens))
         width = max([width or 0, *lengths])
-        tail = -len(flat) % pad_to_multiple_of if pad_to_multiple_of else 0
         extends = reach is not None and reach > max(lengths)
-        if not filled or (extends and not tail):
-            tail = pad_to_multiple_of or 1  # even without rows: the model needs a token, and every rank must call it
-        if tail:
+        if tail := _padding(len(flat), pad_to_multiple_of, is_needed=not segment_of or extends):
             segments = segments.with_roots([tail])
             flat = np.append(flat, [pad_token_id] * tail)
         positions = segments.position_ids
@@ -173,7 +158,7 @@ class FlatBatch(HasTensors):
             scored=scored_index,
             layout=FlatLayout.from_segments(segments),
             counts=BatchCounts(segments.num_tokens, sum(lengths), row_mask.size, distinct, sum(segments.starts)),
-            empty_rows=len(tokens) - len(filled),
+            empty_rows=len(tokens) - len(segment_of),
             checksum=crc32(b"".join(x.tobytes() for x in seen)),
         )
 
@@ -183,7 +168,6 @@ class FlatBatch(HasTensors):
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
         labels: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> "FlatBatch":
         """
@@ -194,9 +178,6 @@ class FlatBatch(HasTensors):
                 Tokens of the rows, on the CPU, and a mask that is nonzero where they are not padding.
             labels (`torch.Tensor` of shape `(R, L)`, int64, *optional*):
                 The token itself where it is scored, else -100. By default, nothing is scored.
-            position_ids (`torch.Tensor` of shape `(R, L)`, int64, *optional*):
-                Position of each token, increasing along its row. Rows then share only tokens at equal positions. By
-                default, positions count from the first token of each row.
             **kwargs:
                 Further arguments of [`FlatBatch.from_rows`], such as `prefix_sharing`.
         """
@@ -204,23 +185,9 @@ class FlatBatch(HasTensors):
         mask = row_mask.numpy()
         labels = torch.full_like(input_ids, IGNORE_INDEX) if labels is None else labels
         rows, targets = ([row[real] for row, real in zip(x.numpy(), mask, strict=True)] for x in (input_ids, labels))
-        if position_ids is not None:  # after a different gap, a token is a different token
-            positions = zip(position_ids.numpy(), mask, strict=True)
-            skipped = [(row[real] - np.arange(real.sum())) << _TOKEN_BITS for row, real in positions]
-            rows = [row + skips for row, skips in zip(rows, skipped, strict=True)]
-            targets = [np.where(x < 0, x, x + skips) for x, skips in zip(targets, skipped, strict=True)]
         batch = cls.from_rows(rows, targets, width=mask.shape[1], **kwargs)
         index = batch.row_index.new_zeros(mask.shape).masked_scatter(row_mask, batch.row_index[batch.row_mask])
-        batch = replace(batch, row_index=index, row_mask=row_mask)
-        if position_ids is None:
-            return batch
-        tokens, next_tokens = batch.input_ids, batch.shift_labels
-        return replace(
-            batch,
-            input_ids=tokens & _TOKEN,
-            position_ids=batch.position_ids + (tokens >> _TOKEN_BITS),
-            shift_labels=torch.where(next_tokens < 0, next_tokens, next_tokens & _TOKEN),
-        )
+        return replace(batch, row_index=index, row_mask=row_mask)
 
     def to_rows(self) -> list[list[int]]:
         """The rows that the batch was made from. The inverse of [`FlatBatch.from_rows`]."""
@@ -244,6 +211,33 @@ class FlatBatch(HasTensors):
         """`(R, L, D)`: arrange token vectors, `(1, T, D)` on any device, in rows; 0 at padding."""
         rows = values.squeeze(0)[self.row_index.to(values.device)]
         return torch.where(self.row_mask.to(values.device)[..., None], rows, 0)
+
+
+def _laid_out(
+    tokens: Sequence[np.ndarray], targets: Sequence[np.ndarray], prefix_sharing: bool
+) -> tuple[Segments, dict[int, int], np.ndarray, int]:
+    """
+    The segments of rows; the segment in which each row ends that has tokens; the flat tokens; and how many tokens are
+    distinct, whether they are shared or not.
+    """
+    # A row whose labels are not its own tokens shares nothing: one token would have to predict different ones
+    may_share = [((y == IGNORE_INDEX) | (y == x)).all() for x, y in zip(tokens, targets, strict=True)]
+    filled = [r for r, row in enumerate(tokens) if len(row)]
+    alike, alone = ([r for r in filled if may_share[r] == shares] for shares in (True, False))
+    distinct = num_distinct_tokens([tokens[r] for r in alike]) + sum(len(tokens[r]) for r in alone)
+    if not prefix_sharing:
+        alike, alone = [], filled
+    segments, ends, flat = share_prefixes([tokens[r] for r in alike], [tokens[r] for r in alone])
+    return segments, dict(zip([*alike, *alone], ends, strict=True)), flat, distinct
+
+
+def _padding(length: int, multiple: int | None, is_needed: bool) -> int:
+    """
+    How many tokens of padding follow `length` tokens: what fills the `multiple`. At least one if it `is_needed`: for a
+    position that no row reaches, or because the model needs a token even without rows, and every rank must call it.
+    """
+    tail = -length % multiple if multiple else 0
+    return multiple or 1 if is_needed and not tail else tail
 
 
 def row_starts(attention_mask: torch.Tensor) -> torch.Tensor:
