@@ -19,7 +19,7 @@ from tests.runs import gradient_differences, largest_of
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.core.model.flat_model import FlatModel
 from trl_paddingfree.core.model.routes import choose_route
-from trl_paddingfree.groups.check import refuse_unsliceable
+from trl_paddingfree.groups.check import refuse_unshareable
 from trl_paddingfree.groups.sequence import SequenceGroup, share_batches
 
 PLAIN = (
@@ -66,7 +66,7 @@ def compare(name, seed, group, has_kernels):
     model = with_head(in_float64(tiny_model(model_type, seed=seed, **options))).train()
     with reference_state_kernels(model) if has_kernels else nullcontext():
         route = choose_route(model)
-        refuse_unsliceable(model, route, group.size)
+        refuse_unshareable(model, route, group.size)
         for prefix_sharing, reentrant in ((True, None), (False, True), (True, False)):
             flat = FlatModel.install(model, replace(route, prefix_sharing=prefix_sharing))
             if reentrant is not None:

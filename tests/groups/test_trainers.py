@@ -30,9 +30,9 @@ from trl_paddingfree.core.flat.layout import FlatLayout
 from trl_paddingfree.core.flat.schedule import Schedule
 from trl_paddingfree.core.model.routes import choose_route
 from trl_paddingfree.core.model.told import FlatMask, OtherSlices, PassContext
-from trl_paddingfree.groups.check import GroupCheck, refuse_unsliceable
-from trl_paddingfree.groups.exchange import Halo, head_shares, slice_sizes, span_of
-from trl_paddingfree.groups.sequence import SequenceGroup, owners_of, scored_sizes, slice_of
+from trl_paddingfree.groups.check import GroupCheck, refuse_unshareable
+from trl_paddingfree.groups.exchange import Halo, head_shares, share_sizes, span_of
+from trl_paddingfree.groups.sequence import SequenceGroup, owners_of, scored_sizes, share_of
 from trl_paddingfree.recurrent.tree import tree_functions
 from trl_paddingfree.spans import cut_by_number
 
@@ -290,16 +290,16 @@ def test_more_processes_than_a_model_can_serve_are_refused_by_name():
         model = with_head(tiny_model(model_type, **options))
         route = choose_route(model)
         if most > 1:
-            refuse_unsliceable(model, route, most)
+            refuse_unshareable(model, route, most)
         with pytest.raises(ValueError, match=reason):
-            refuse_unsliceable(model, route, most + 1)
+            refuse_unshareable(model, route, most + 1)
 
 
 @pytest.mark.parametrize("model_type", ["minimax", "inkling_text"])
 def test_layers_that_see_rows_are_refused_by_name(model_type):
     model = tiny_model(model_type)
     with pytest.raises(ValueError, match=r"of the class \w+ hand a state on from token to token within whole rows"):
-        refuse_unsliceable(model, choose_route(model), 2)
+        refuse_unshareable(model, choose_route(model), 2)
 
 
 def test_tokens_that_stand_in_for_empty_slices_are_not_gathered():
@@ -309,7 +309,7 @@ def test_tokens_that_stand_in_for_empty_slices_are_not_gathered():
         batch = replace(whole, schedule=Schedule(cuts))
         for rank in range(2):
             group = SimpleNamespace(rank=rank, size=2, _gathered=lambda values, owners, layout: values)
-            own = SequenceGroup.gather_tokens(group, slice_of(batch, rank, 2).input_ids[0], batch)
+            own = SequenceGroup.gather_tokens(group, share_of(batch, rank, 2).input_ids[0], batch)
             assert own.tolist() == np.flatnonzero(owners_of(5, 2, cuts) == rank).tolist()
 
 
@@ -349,8 +349,8 @@ def test_slices_are_the_batch(size):
     rng = np.random.default_rng(SEED)
     rows = [rng.integers(5, 60, length).tolist() for length in rng.integers(2, 40, 6)]
     batch = FlatBatch.from_rows(rows, [[-100] * (len(row) // 2) + row[len(row) // 2 :] for row in rows])
-    total, slices = batch.input_ids.size(1), [slice_of(batch, i, size) for i in range(size)]
-    sizes, numbers = slice_sizes(total, size), scored_sizes(batch, size)
+    total, slices = batch.input_ids.size(1), [share_of(batch, i, size) for i in range(size)]
+    sizes, numbers = share_sizes(total, size), scored_sizes(batch, size)
     assert sum(sizes) == total
     assert max(sizes) - min(sizes) <= 1 if total >= 2 * size else set(sizes) <= {0, 2, 3}
     assert sum(numbers) == batch.shift_labels.size(1)
@@ -420,7 +420,7 @@ def test_a_halo_brings_each_slice_what_its_convolution_reaches(size, draw):
         own = states[list(span_of(total, number, size))]
         mask = FlatMask.carrying(PassContext(whole, others=Given(states, number, size)), per_token=True)
         assert mask.shape == (1, len(own))
-        found.append(convolved(mask, own)[: slice_sizes(total, size)[number]])
+        found.append(convolved(mask, own)[: share_sizes(total, size)[number]])
     rows = [states[whole.segments.path(i)] for i in range(len(whole.segments.lengths))]
     alone = [
         convolution(row.T[None], weight, None, None)[0].T[-n:]

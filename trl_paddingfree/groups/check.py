@@ -22,11 +22,11 @@ class GroupCheck(StartUpCheck):
 
     def first_route(self, base: PreTrainedModel) -> Route:
         route = super().first_route(base)
-        refuse_unsliceable(base, route, self.group.size)
+        refuse_unshareable(base, route, self.group.size)
         return route
 
     def routes(self, base: PreTrainedModel, route: Route, fallback: bool) -> Sequence[Route]:
-        # Other ways to compute layers that carry state cannot be sliced
+        # Other ways to compute layers that carry state cannot be shared out
         return [each for each in super().routes(base, route, fallback=False) if each.states == route.states]
 
     def begin(self, base: PreTrainedModel, route: Route) -> None:
@@ -34,8 +34,8 @@ class GroupCheck(StartUpCheck):
         share_batches(FlatModel.install(base, route), self.group)
 
 
-def refuse_unsliceable(model: PreTrainedModel, route: Route, size: int) -> None:
-    """Reject, before anything is exchanged, a model that `size` processes cannot compute in slices by a route."""
+def refuse_unshareable(model: PreTrainedModel, route: Route, size: int) -> None:
+    """Reject, before anything is exchanged, a model that `size` processes cannot compute in shares by a route."""
     heads, reason = architecture.config_value(model.config.get_text_config(), "num_attention_heads"), ""
     whole, states = mixers().heads(model)
     if route.backend not in ATTENTION_BACKENDS:

@@ -1,6 +1,6 @@
-"""Communication between processes with slices of one flat axis: heads for tokens, tokens for convolutions, values.
+"""Communication between processes with shares of one flat axis: heads for tokens, tokens for convolutions, values.
 
-The host derives what to send from the layout and the shapes of states. All processes know these, so they make the same
+The host derives what to send from the layout and the shapes of values. All processes know these, so they make the same
 exchanges in the same order without reading from the device. Shape legend: see [`sequence`].
 """
 
@@ -19,13 +19,13 @@ from ..core.flat.segments import Ints, something_to_compute
 from ..spans import cut_by_number, handed_on
 
 
-def slice_sizes(total: int, size: int) -> Ints:
-    """How many of `total` tokens lie in each of `size` slices; with few tokens, some are 0."""
+def share_sizes(total: int, size: int) -> Ints:
+    """How many of `total` tokens lie in each of `size` shares; with few tokens, some are 0."""
     return tuple(np.diff(cut_by_number(total, size)).tolist())
 
 
 def span_of(total: int, number: int, size: int) -> range:
-    """The tokens of slice `number` of `size`; for an empty one, the stand-ins of [`something_to_compute`]."""
+    """The tokens of share `number` of `size`; for an empty one, the stand-ins of [`something_to_compute`]."""
     first, last = cut_by_number(total, size)[number : number + 2]
     return something_to_compute(first, last, total)
 
@@ -35,11 +35,11 @@ class Exchanged(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, states: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+        ctx, values: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
     ) -> torch.Tensor:
         ctx.back = received, sent, group
-        output = states.new_empty(sum(received), *states.shape[1:])
-        dist.all_to_all_single(output, states.contiguous(), received, sent, group=group)
+        output = values.new_empty(sum(received), *values.shape[1:])
+        dist.all_to_all_single(output, values.contiguous(), received, sent, group=group)
         return output
 
     @staticmethod
@@ -82,17 +82,17 @@ def head_shares(num_heads: int, num_keys: int, size: int) -> list[tuple[range, l
     return shares
 
 
-def of_heads(states: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
-    """`(t, heads, D)`: the selected heads of states, which may repeat."""
+def of_heads(values: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
+    """`(t, heads, D)`: the selected heads of values, which may repeat."""
     first, last = heads[0], heads[-1] + 1
-    return states[:, first:last] if len(heads) == last - first else torch.stack([states[:, i] for i in heads], 1)
+    return values[:, first:last] if len(heads) == last - first else torch.stack([values[:, i] for i in heads], 1)
 
 
 @dataclass(frozen=True)
 class Halo:
-    """The tokens before a slice or segment that processes exchange for a convolution, in flat order."""
+    """The tokens before a share or segment that processes exchange for a convolution, in flat order."""
 
-    rows: GatherIndex  # tokens of the own slice to send, process by process
+    rows: GatherIndex  # tokens of the own share to send, process by process
     sent: list[int]
     received: list[int]
     is_needed: bool  # whether any process needs tokens
@@ -100,7 +100,7 @@ class Halo:
     @staticmethod
     @once_per_layout
     def of(layout: FlatLayout, reach: int, number: int, size: int) -> "Halo":
-        """What slice `number` of `size` sends and receives, for a convolution that reads `reach` tokens back."""
+        """What share `number` of `size` sends and receives, for a convolution that reads `reach` tokens back."""
         total = layout.segments.num_tokens
         ends, span = cut_by_number(total, size), span_of(total, number, size)
         wanted = [reads for _, reads, _ in handed_on(layout, ends, reach)]

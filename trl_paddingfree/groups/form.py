@@ -1,4 +1,4 @@
-"""Groups of processes that compute one flat batch together, each a slice of it: `sequence_parallel_size`.
+"""Groups of processes that compute one flat batch together, each a share of it: `sequence_parallel_size`.
 
 All processes of a group get the same examples and compute the same loss. To accelerate and transformers, a group looks
 like tensor parallelism: their data loaders give it the same batches, and `get_tp_size` returns its size.

@@ -1,13 +1,13 @@
-"""One flat batch on several processes: each computes a slice of its tokens, and attention exchanges heads for tokens.
+"""One flat batch on several processes: each computes a share of its tokens, and attention exchanges heads for tokens.
 
-All work per token is done on the slice. Attention runs the unchanged backend with the unchanged layout, over all tokens
+All work per token is done on the share. Attention runs the unchanged backend with the unchanged layout, over all tokens
 for some of the heads, as in DeepSpeed-Ulysses (arXiv 2309.14509). So do scans, whose states have heads, too.
-Convolutions get the few tokens before the slice that they read. Only values of scored tokens are gathered, from which
-each process computes the same loss. The gather's backward pass multiplies the gradient of the slice by the group size:
+Convolutions get the few tokens before the share that they read. Only values of scored tokens are gathered, from which
+each process computes the same loss. The gather's backward pass multiplies the gradient of the share by the group size:
 engines average gradients over all processes, which then yields the sum over a group and the mean over groups.
 
 Shape legend: see [`~trl_paddingfree.core.flat.segments`]; in addition
-    W = processes of a group, t = tokens of a slice, H = heads of queries or states, K = heads of keys, D = head size
+    W = processes of a group, t = tokens of a share, H = heads of queries or states, K = heads of keys, D = head size
 """
 
 import copy
@@ -34,18 +34,18 @@ from ..core.model.hooks import Answered, Compute, PassHook
 from ..core.model.peers import Alone
 from ..core.model.restored import random_state_restored
 from ..core.model.told import Around, PassContext, Scan, Weights
-from .exchange import Exchanged, Gathered, Halo, head_shares, of_heads, slice_sizes, span_of
+from .exchange import Exchanged, Gathered, Halo, head_shares, of_heads, share_sizes, span_of
 
 
 def scored_sizes(batch: FlatBatch, size: int) -> Ints:
-    """How many scored tokens of a batch lie in each of `size` slices."""
+    """How many scored tokens of a batch lie in each of `size` shares."""
     owners = owners_of(batch.layout.segments.num_tokens, size)
     return tuple(np.bincount(owners[batch.scored], minlength=size).tolist())
 
 
 def spans_of(total: int, number: int, size: int, cuts: Ints = ()) -> list[range]:
     """
-    The flat tokens that process `number` of `size` computes: its slice of the axis, or with `cuts` its share of each of
+    The flat tokens that process `number` of `size` computes: its share of the axis, or with `cuts` its share of each of
     the slices that are computed one after another.
     """
     spans = []
@@ -59,14 +59,14 @@ def spans_of(total: int, number: int, size: int, cuts: Ints = ()) -> list[range]
 def owners_of(total: int, size: int, cuts: Ints = ()) -> np.ndarray:
     """`(T,)` int64: which of `size` processes computes each flat token."""
     spans = pairwise(cuts or (0, total))
-    return np.concatenate([np.repeat(np.arange(size), slice_sizes(stop - start, size)) for start, stop in spans])
+    return np.concatenate([np.repeat(np.arange(size), share_sizes(stop - start, size)) for start, stop in spans])
 
 
 @once_per_layout
 def _share(layout: FlatLayout, number: int, size: int, cuts: Ints) -> tuple[np.ndarray, ...]:
     """
     Three int64 arrays: the flat tokens that process `number` of `size` computes; its own among them, ascending, without
-    stand-ins for empty slices; and the first place of each of its own in the first array.
+    stand-ins for empty shares; and the first place of each of its own in the first array.
     """
     total = layout.segments.num_tokens
     index = np.concatenate(spans_of(total, number, size, cuts))
@@ -75,19 +75,19 @@ def _share(layout: FlatLayout, number: int, size: int, cuts: Ints) -> tuple[np.n
     return index, tokens[is_own], places[is_own]
 
 
-def slice_of(batch: FlatBatch, number: int, size: int) -> FlatBatch:
+def share_of(batch: FlatBatch, number: int, size: int) -> FlatBatch:
     """
     What process `number` of `size` computes of a batch, see [`spans_of`]. `input_ids`, `position_ids`, `token_rows`,
     `shift_labels` and `scored_index` hold its tokens only; everything else, including rows and layout, stays that of
     the whole batch.
 
-    The host knows where slices begin and what they score, so nothing is read from the device. An empty slice gets two
+    The host knows where shares begin and what they score, so nothing is read from the device. An empty share gets two
     stand-in tokens, and one without scored tokens a label of -100, because models need something to compute.
 
     >>> batch = FlatBatch.from_rows([[1, 2, 3, 4], [1, 2, 5]], [[-100, -100, 3, 4], [-100, -100, 5]])
-    >>> [slice_of(batch, number, 2).input_ids.tolist() for number in range(2)]
+    >>> [share_of(batch, number, 2).input_ids.tolist() for number in range(2)]
     [[[1, 2, 3]], [[4, 2, 5]]]
-    >>> [slice_of(batch, number, 2).shift_labels.tolist() for number in range(2)]
+    >>> [share_of(batch, number, 2).shift_labels.tolist() for number in range(2)]
     [[[3, 4]], [[5]]]
     """
     layout = batch.layout
@@ -150,15 +150,15 @@ class SequenceGroup(PassHook):
         with self.drawing_apart(model) if model.training else nullcontext():
             output, backbone = compute(own)
         values = self.gather_scored({name: output[name] for name in PER_TOKEN if name in output}, batch)
-        if output.aux_loss is not None:  # the router loss is no sum over slices: it needs all tokens at once
+        if output.aux_loss is not None:  # the router loss is no sum over shares: it needs all tokens at once
             routers = tuple(self.gather_tokens(x, batch) for x in backbone["router_logits"])
             values["aux_loss"] = upstream.router_loss(model, routers, batch.token_rows)
         return replace(output, **values), backbone
 
     def own_share(self, batch: FlatBatch, config: PreTrainedConfig) -> FlatBatch:
         """
-        What this process computes of a batch, see [`slice_of`]. Rejects rows so long that RoPE frequencies would depend
-        on its slice, and batches that differ between processes.
+        What this process computes of a batch, see [`share_of`]. Rejects rows so long that RoPE frequencies would depend
+        on its share, and batches that differ between processes.
         """
         width = batch.row_index.size(1)
         for kind, limit in rotary_limits(config).items():
@@ -170,11 +170,11 @@ class SequenceGroup(PassHook):
                 f"{self.name}: the processes of one group got different batches. A transform of the dataset that "
                 "draws at random, or a data loader of your own, may cause this: give all of them the same."
             )
-        own = slice_of(batch, self.rank, self.size)
+        own = share_of(batch, self.rank, self.size)
         return replace(own, hooks=(*own.hooks, Share(self)))
 
     def too_long(self, kind: str, limit: int) -> str:
-        """Why rows of more than `limit` tokens cannot be computed in slices with the RoPE type `kind`."""
+        """Why rows of more than `limit` tokens cannot be computed in shares with the RoPE type `kind`."""
         return (
             f"{self.name}: with `rope_type={kind!r}`, a row of more than {limit} tokens changes the frequencies of "
             f"its whole batch, and slices cannot see that. Set `max_length={limit}`, or `sequence_parallel_size=1`."
@@ -187,27 +187,27 @@ class SequenceGroup(PassHook):
 
     def attend(
         self, attend: Around, layout: FlatLayout, layer: torch.nn.Module, module: torch.nn.Module,
-        *states: torch.Tensor, **kwargs: object,
+        *values: torch.Tensor, **kwargs: object,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         """
-        Attention `(1, t, H, D)` of a slice, from `states` of shape `(1, heads, t, D)`. The function `attend`
+        Attention `(1, t, H, D)` of a share, from `values` of shape `(1, heads, t, D)`. The function `attend`
         computes it for the heads of this process, over all tokens of the layout: `(1, heads, T, D)`.
         """
-        num_heads, of_tokens = states[0].size(1), [x.squeeze(0).transpose(0, 1) for x in states]
+        num_heads, of_tokens = values[0].size(1), [x.squeeze(0).transpose(0, 1) for x in values]
         whole, heads = self._to_heads(of_tokens, layout.segments.num_tokens)
         own_module, kwargs = self._with_heads(module, heads, num_heads, kwargs)
         vars(own_module)["num_key_value_groups"] = whole[0].size(1) // whole[1].size(1)
         output, _ = attend(layout, layer, own_module, *(x.transpose(0, 1)[None] for x in whole), **kwargs)
         return self._to_tokens(output.squeeze(0), num_heads)[None], None
 
-    def with_context(self, layout: FlatLayout, states: torch.Tensor, size: int) -> torch.Tensor:
-        """Processes exchange up to `size` tokens before each slice, and before each segment that begins in it."""
+    def with_context(self, layout: FlatLayout, values: torch.Tensor, size: int) -> torch.Tensor:
+        """Processes exchange up to `size` tokens before each share, and before each segment that begins in it."""
         halo = Halo.of(layout, size, self.rank, self.size)
         if not halo.is_needed:
-            return states
-        sent, got = ([n * states.size(1) for n in numbers] for numbers in (halo.sent, halo.received))
-        before = Exchanged.apply(Gather.apply(states, halo.rows).flatten(), sent, got, self.group)
-        return torch.cat([states, before.view(-1, states.size(1))])
+            return values
+        sent, got = ([n * values.size(1) for n in numbers] for numbers in (halo.sent, halo.received))
+        before = Exchanged.apply(Gather.apply(values, halo.rows).flatten(), sent, got, self.group)
+        return torch.cat([values, before.view(-1, values.size(1))])
 
     def scan(self, layout: FlatLayout, scan: Scan, inputs: Sequence[torch.Tensor], weights: Weights) -> torch.Tensor:
         """As in attention: scan all tokens, along the whole tree, for the heads of this process."""
@@ -216,41 +216,41 @@ class SequenceGroup(PassHook):
         outputs, _ = scan([x[None] for x in whole], [None if x is None else x[heads] for x in weights])
         return self._to_tokens(outputs.squeeze(0), num_heads)[None]
 
-    def _to_heads(self, states: Sequence[torch.Tensor], num_tokens: int) -> tuple[list[torch.Tensor], slice]:
+    def _to_heads(self, values: Sequence[torch.Tensor], num_tokens: int) -> tuple[list[torch.Tensor], slice]:
         """
-        Exchange states `(t, heads, ...)` of this slice for `(T, n, ...)` of all tokens, for the `n` heads of this
+        Exchange values `(t, heads, ...)` of this share for `(T, n, ...)` of all tokens, for the `n` heads of this
         process: its share of the heads of the first tensor, also returned, and the heads of the others that these read.
         """
-        if (num_heads := states[0].size(1)) < self.size:
+        if (num_heads := values[0].size(1)) < self.size:
             raise ValueError(f"{self.name} is more than the {num_heads} heads of a layer.")
-        sizes = slice_sizes(num_tokens, self.size)
-        heads = [[keys for _, keys in head_shares(num_heads, x.size(1), self.size)] for x in states]
+        sizes = share_sizes(num_tokens, self.size)
+        heads = [[keys for _, keys in head_shares(num_heads, x.size(1), self.size)] for x in values]
         whole = {}
-        for dtype in dict.fromkeys(x.dtype for x in states):  # one message per dtype
-            alike = [i for i, x in enumerate(states) if x.dtype == dtype]
-            # For each process, the states of its heads, one row per token of this slice
+        for dtype in dict.fromkeys(x.dtype for x in values):  # one message per dtype
+            alike = [i for i, x in enumerate(values) if x.dtype == dtype]
+            # For each process, the values of its heads, one row per token of this share
             parts = [
-                [of_heads(states[i][: sizes[self.rank]], heads[i][process]).flatten(1) for i in alike]
+                [of_heads(values[i][: sizes[self.rank]], heads[i][process]).flatten(1) for i in alike]
                 for process in range(self.size)
             ]
             widths, rows = [x.size(1) for x in parts[self.rank]], [torch.cat(part, 1).flatten() for part in parts]
             got = [n * sum(widths) for n in sizes]
             received = Exchanged.apply(torch.cat(rows), list(map(len, rows)), got, self.group).view(num_tokens, -1)
             for i, x in zip(alike, received.split(widths, 1), strict=True):
-                whole[i] = x.unflatten(1, (len(heads[i][self.rank]), *states[i].shape[2:]))
+                whole[i] = x.unflatten(1, (len(heads[i][self.rank]), *values[i].shape[2:]))
         own = heads[0][self.rank]
-        return [whole[i] for i in range(len(states))], slice(own[0], own[-1] + 1)
+        return [whole[i] for i in range(len(values))], slice(own[0], own[-1] + 1)
 
     def _to_tokens(self, output: torch.Tensor, num_heads: int) -> torch.Tensor:
-        """Exchange outputs `(T, n, ...)` for the heads of this process for `(t, heads, ...)` of its slice."""
-        sizes = slice_sizes(len(output), self.size)
+        """Exchange outputs `(T, n, ...)` for the heads of this process for `(t, heads, ...)` of its share."""
+        sizes = share_sizes(len(output), self.size)
         numbers = [len(heads) for heads, _ in head_shares(num_heads, num_heads, self.size)]  # heads per process
         own, width = sizes[self.rank], output[0, 0].numel()
         sent, got = [n * numbers[self.rank] * width for n in sizes], [own * number * width for number in numbers]
         received = Exchanged.apply(output.flatten(), sent, got, self.group)
         parts = [x.view(own, number, *output.shape[2:]) for x, number in zip(received.split(got), numbers, strict=True)]
         joined, length = torch.cat(parts, 1), len(self.span(len(output)))
-        if own < length:  # the slice is empty: tokens stand in
+        if own < length:  # the share is empty: tokens stand in
             joined = torch.cat([joined, joined.new_zeros(length - own, *joined.shape[1:])])
         return joined
 
@@ -273,23 +273,23 @@ class SequenceGroup(PassHook):
         vars(part).update(cut(dict(module.named_parameters(recurse=False))))
         return part, {**kwargs, **own}
 
-    # --- values of all slices ---------------------------------------------------------------------------------------
+    # --- values of all shares ---------------------------------------------------------------------------------------
 
     def gather_scored(self, values: dict[str, torch.Tensor], batch: FlatBatch) -> dict[str, torch.Tensor]:
-        """Gather values `(1, p)` of a slice's scored tokens into `(1, P)` of the whole batch, in one message."""
+        """Gather values `(1, p)` of a share's scored tokens into `(1, P)` of the whole batch, in one message."""
         stacked = torch.stack([x[0] for x in values.values()], 1)  # in a dtype that holds all
         owners = owners_of(batch.layout.segments.num_tokens, self.size, batch.schedule.cuts)[batch.scored]
         columns = self._gathered(stacked, owners, batch.layout).unbind(1)
         gathered = {name: x[None].to(values[name].dtype) for name, x in zip(values, columns, strict=True)}
         return {name: x if values[name].requires_grad else x.detach() for name, x in gathered.items()}
 
-    def gather_tokens(self, states: torch.Tensor, batch: FlatBatch) -> torch.Tensor:
-        """Gather states `(t, ...)` of a slice into `(T, ...)` of all tokens of a batch."""
+    def gather_tokens(self, values: torch.Tensor, batch: FlatBatch) -> torch.Tensor:
+        """Gather values `(t, ...)` of a share into `(T, ...)` of all tokens of a batch."""
         layout, cuts = batch.layout, batch.schedule.cuts
         _, _, places = _share(layout, self.rank, self.size, cuts)
-        if len(places) < len(states):
-            states = states.index_select(0, layout.tensor(places))
-        return self._gathered(states, owners_of(layout.segments.num_tokens, self.size, cuts), layout)
+        if len(places) < len(values):
+            values = values.index_select(0, layout.tensor(places))
+        return self._gathered(values, owners_of(layout.segments.num_tokens, self.size, cuts), layout)
 
     def _gathered(self, values: torch.Tensor, owners: np.ndarray, layout: FlatLayout) -> torch.Tensor:
         """The values of all processes in flat order; `owners` holds the process of each."""
@@ -301,7 +301,7 @@ class SequenceGroup(PassHook):
     def gradients(
         self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], batch: FlatBatch
     ) -> list[torch.Tensor]:
-        """Gradients as engines average them, from a slice's: of embeddings, now `(1, T, D)`, and of weights."""
+        """Gradients as engines average them, from a share's: of embeddings, now `(1, T, D)`, and of weights."""
         filled = [x.new_zeros(x.shape) if y is None else y for x, y in zip(tensors, gradients, strict=True)]
         first, *sums = (gradient.contiguous() for gradient in filled)
         embedded = self.gather_tokens(first.squeeze(0), batch)[None]
@@ -331,7 +331,7 @@ class SequenceGroup(PassHook):
 
     @contextmanager
     def drawing_apart(self, model: torch.nn.Module) -> Iterator[None]:
-        """Within this context, each process draws its own numbers: a common seed would repeat dropout in each slice."""
+        """Within this context, each process draws its own numbers: a common seed would repeat dropout in each share."""
         seed = int(torch.randint(2**62, ()))  # from the CPU, whose state is the same across the group
         with random_state_restored(model, of_users=False):
             torch.manual_seed(seed + self.rank)

@@ -14,7 +14,7 @@ from .sequence import SequenceGroup
 class Groups(FlatTrainer):
     """Computes each batch on several processes. To transformers, a group of them looks like tensor parallelism."""
 
-    _group: SequenceGroup | None = None  # the processes that compute slices of a batch with this one
+    _group: SequenceGroup | None = None  # the processes that compute shares of a batch with this one
 
     @property
     def _group_size(self) -> int:

@@ -52,7 +52,7 @@ class Carry:
 
     def within(
         self, attend: Around, layout: FlatLayout, layer: torch.nn.Module, module: torch.nn.Module,
-        *states: torch.Tensor, **kwargs: Any,
+        *values: torch.Tensor, **kwargs: Any,
     ) -> Attended:  # fmt: skip
         """Outside of all else that goes around attention: it gets the layout of this slice, for the layer's window."""
         window = kwargs.get("sliding_window")
@@ -62,11 +62,11 @@ class Carry:
         if key not in self.slices:
             self.slices[key] = slices_of(layout, self.cuts, self.with_reach, window)
         self.current = self.slices[key][self.number]
-        return attend(self.current.layout, layer, module, *states, **kwargs)
+        return attend(self.current.layout, layer, module, *values, **kwargs)
 
     def attend(
         self, attend: Around, layout: FlatLayout, layer: torch.nn.Module, module: torch.nn.Module,
-        *states: torch.Tensor, **kwargs: Any,
+        *values: torch.Tensor, **kwargs: Any,
     ) -> Attended:  # fmt: skip
         """
         Inside of all else: attention over the keys of earlier slices, then its own. Every slice makes its calls in the
@@ -76,12 +76,12 @@ class Carry:
         assert own_slice is not None
         if not self.is_complete:
             places.append(len(self.kept))
-            self.kept += [x if own_slice.keeps is None else x.index_select(2, own_slice.keeps) for x in states[1:]]
+            self.kept += [x if own_slice.keeps is None else x.index_select(2, own_slice.keeps) for x in values[1:]]
         elif len(places) > 1:
             self._refuse_recomputing(f"{type(layer).__name__} is called several times in a pass and")
         earlier, place = [self.earlier[number] for number in own_slice.reads], places[-1]
-        whole = [torch.cat([*(x[place + i] for x in earlier), own], 2) for i, own in enumerate(states[1:])]
-        return attend(layout, layer, module, states[0], *whole, **kwargs)
+        whole = [torch.cat([*(x[place + i] for x in earlier), own], 2) for i, own in enumerate(values[1:])]
+        return attend(layout, layer, module, values[0], *whole, **kwargs)
 
     def carried_by(self, mask: FlatMask) -> FlatMask:
         """The mask of this slice, from that of the whole."""
@@ -91,11 +91,11 @@ class Carry:
     def span(self, num_tokens: int) -> range:
         return something_to_compute(self.cuts[self.number], self.cuts[self.number + 1], num_tokens)
 
-    def with_context(self, layout: FlatLayout, states: torch.Tensor, size: int) -> torch.Tensor:
+    def with_context(self, layout: FlatLayout, values: torch.Tensor, size: int) -> torch.Tensor:
         """Append the tokens before the slice that a convolution reads, which earlier slices have kept for it."""
         earlier, (*_, kept) = self._read(layout, size), handed_on(layout, self.cuts, size)[self.number]
-        self.kept.append(states.index_select(0, layout.tensor(kept - self.cuts[self.number])))
-        return torch.cat([states, *earlier])
+        self.kept.append(values.index_select(0, layout.tensor(kept - self.cuts[self.number])))
+        return torch.cat([values, *earlier])
 
     def scan(self, layout: FlatLayout, scan: Scan, inputs: Sequence[torch.Tensor], weights: Weights) -> torch.Tensor:
         """Scan the slice from the final states of earlier ones."""
@@ -170,13 +170,13 @@ class SlicedPass:
         kept: list[Tensors] = []
         outputs, trains = [], torch.is_grad_enabled()
         for number, current in enumerate(self.slices):
-            earlier = [states if i in current.reads else () for i, states in enumerate(kept)]
+            earlier = [saved if i in current.reads else () for i, saved in enumerate(kept)]
             if number + self.schedule.kept_slices >= len(self.slices) or not trains:
-                output, states = self.compute(number, self.on_devices, *earlier)
+                output, saved = self.compute(number, self.on_devices, *earlier)
             else:
-                output, states = checkpoint(self.compute, number, self.on_devices, *earlier, use_reentrant=False)
+                output, saved = checkpoint(self.compute, number, self.on_devices, *earlier, use_reentrant=False)
             outputs.append(output)
-            kept.append(states)
+            kept.append(saved)
             if not trains:  # with gradients, autograd keeps all
                 later = self.slices[number + 1 :]
                 kept = [x if any(i in each.reads for each in later) else () for i, x in enumerate(kept)]

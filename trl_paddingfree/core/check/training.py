@@ -169,21 +169,21 @@ def frozen_layers_tried(model: PreTrainedModel) -> Iterator[list[str]]:
     tried: set[str] = set()
 
     def differentiate(name, module, args, kwargs):
-        states = args[0] if args else None
+        hidden = args[0] if args else None
         # PEFT's parameter adapters compute a weight once and cache it for all calls: it must not be made in this one
         if name in tried or is_parametrized(module) or not torch.is_grad_enabled():
             return
-        if not (torch.is_tensor(states) and states.requires_grad):
+        if not (torch.is_tensor(hidden) and hidden.requires_grad):
             return
         tried.add(name)
         # The hooks of a checkpoint around the layer would count these tensors as its own: identity hooks hide them
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-            states = states.detach().requires_grad_()
-            output = module.forward(states.clone(), *args[1:], **kwargs)
+            hidden = hidden.detach().requires_grad_()
+            output = module.forward(hidden.clone(), *args[1:], **kwargs)
             outputs = [*output] if isinstance(output, tuple) else [output]
             outputs = [x for x in outputs if torch.is_tensor(x) and x.is_floating_point()]
             losses = [(x * torch.randn_like(x)).sum() for x in outputs if x.requires_grad]
-            gradient = torch.autograd.grad(losses, states, allow_unused=True)[0] if losses else None
+            gradient = torch.autograd.grad(losses, hidden, allow_unused=True)[0] if losses else None
         if outputs and (gradient is None or not gradient.any()):
             lost.append(f"`{name}` ({type(module).__name__})")
 

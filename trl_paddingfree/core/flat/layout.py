@@ -1,7 +1,7 @@
 """What attention needs to know about a flat batch, as tensors on one device. Shape legend: see `segments`.
 
-Here and elsewhere, `states` are per-token vectors such as queries, keys and values. The state of a layer is something
-else: what a recurrence carries from token to token.
+Here and elsewhere, `values` are vectors per token, such as queries, keys and values. `states` are what a recurrence
+carries from token to token.
 """
 
 from collections.abc import Callable, Hashable
@@ -65,9 +65,9 @@ class Gather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, states: torch.Tensor, rows: GatherIndex) -> torch.Tensor:
+    def forward(ctx, values: torch.Tensor, rows: GatherIndex) -> torch.Tensor:
         ctx.rows = rows
-        copies = states.index_select(0, rows.index)
+        copies = values.index_select(0, rows.index)
         return copies if rows.empty is None else copies.index_fill_(0, rows.empty, 0)
 
     @staticmethod
@@ -77,11 +77,11 @@ class Gather(torch.autograd.Function):
         return total.reshape(-1, *grad.shape[1:]), None
 
 
-def gathered(states: torch.Tensor, rows: GatherIndex | None, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """`(1, heads, T, D)` states as `(S, heads, D)`: copies of `rows`, or all. Casts first, to gather fewer bytes."""
-    # `states[0]` would write its gradient into a zeroed copy of all states, a full pass over memory
-    states = states.transpose(1, 2).squeeze(0).to(dtype or states.dtype)
-    return states if rows is None else Gather.apply(states, rows)
+def gathered(values: torch.Tensor, rows: GatherIndex | None, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """`(1, heads, T, D)` values as `(S, heads, D)`: copies of `rows`, or all. Casts first, to gather fewer bytes."""
+    # `values[0]` would write its gradient into a zeroed copy of all values, a full pass over memory
+    values = values.transpose(1, 2).squeeze(0).to(dtype or values.dtype)
+    return values if rows is None else Gather.apply(values, rows)
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def causal_mask(layout: FlatLayout, rows: int, length: int, window: int | None, 
     return _shared_mask(layout, ((0, length),), window, dtype).expand(rows, 1, length, length)
 
 
-def _flat_states(query, key, value, dtype: torch.dtype | None, rows: GatherIndex | None = None):
+def _flat_values(query, key, value, dtype: torch.dtype | None, rows: GatherIndex | None = None):
     """Inputs of a varlen kernel: queries of all tokens, and keys and values gathered by `rows`."""
     query, key, value = gathered(query, None, dtype), *(gathered(x, rows, dtype) for x in (key, value))
     if value.size(-1) != query.size(-1):  # MLA: the kernels want values as wide as queries
@@ -136,8 +136,8 @@ def segment_attention(layout: FlatLayout, previous: str, module, query, key, val
     numbers = list(map(len, calls.segments))
     lengths, key_lengths = (list(map(mul, numbers, longest)) for longest in (calls.queries, calls.keys))
     # The backward pass of `split` is one concatenation; each slice would get a gradient as long as the flat axis
-    states = query.split(lengths), key.split(key_lengths), value.split(key_lengths)
-    for mask, number, *parts in zip(masks, numbers, *states, strict=True):
+    inputs = query.split(lengths), key.split(key_lengths), value.split(key_lengths)
+    for mask, number, *parts in zip(masks, numbers, *inputs, strict=True):
         q, k, v = (x.unflatten(0, (number, -1)).transpose(1, 2) for x in parts)
         if previous == "eager":  # `matmul` copies several segments, and a view would keep all queries too
             q = q.contiguous()
@@ -149,7 +149,7 @@ def segment_attention(layout: FlatLayout, previous: str, module, query, key, val
 def flash_attention(layout: FlatLayout, previous: str, module, query, key, value, scaling=None, **kwargs):
     """transformers' own flash attention call, for flash-attn 2/3/4 and hub kernels, with our boundaries."""
     dtype = get_target_dtype(query, module)  # transformers casts float32 queries: PEFT keeps norms in float32
-    q, k, v = (states[None] for states in _flat_states(query, key, value, dtype, layout.kv_gather))
+    q, k, v = (values[None] for values in _flat_values(query, key, value, dtype, layout.kv_gather))
     if kwargs.get("s_aux") is not None:
         kwargs["s_aux"] = kwargs["s_aux"].to(q.dtype)
     kwargs |= {**boundaries(layout), "is_causal": True, "softmax_scale": scaling, "attn_implementation": previous}
@@ -249,10 +249,10 @@ def varlen_attention(layout: FlatLayout, previous: str, module, query, key, valu
     """The flash attention kernel that ships in PyTorch. Unsupported calls go to [`segment_attention`]."""
     if not takes_varlen(query, kwargs) or layout.blocks is not None:  # the kernel is causal, image blocks are not
         return segment_attention(layout, previous, module, query, key, value, **kwargs)
-    rows, states = layout.kv_gather, _flat_states(query, key, value, sdpa_dtype(query))
+    rows, values = layout.kv_gather, _flat_values(query, key, value, sdpa_dtype(query))
     copied = (None,) * 3 if rows is None else (rows.index, rows.order, rows.offsets)
     *lengths, _ = boundaries(layout).values()
-    output, _ = _on_paths(*states, *copied, *lengths, kwargs.get("scaling"), kwargs.get("sliding_window"))
+    output, _ = _on_paths(*values, *copied, *lengths, kwargs.get("scaling"), kwargs.get("sliding_window"))
     return output[None, ..., : value.size(-1)], None
 
 

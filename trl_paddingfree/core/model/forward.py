@@ -126,8 +126,8 @@ def _scored(flat_model: "FlatModel", other_arguments: Inputs, batch: FlatBatch) 
     chunks: list[torch.Tensor] = []
     outputs = []
 
-    def first_chunk(states: torch.Tensor) -> torch.Tensor:
-        scored = batch.scored_of(states)
+    def first_chunk(hidden: torch.Tensor) -> torch.Tensor:
+        scored = batch.scored_of(hidden)
         chunks.extend(scored.split(size, 1) if size < scored.size(1) else [scored])
         return chunks[0]
 

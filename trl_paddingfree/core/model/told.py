@@ -50,9 +50,9 @@ class OtherSlices(Protocol):
     def span(self, num_tokens: int) -> range:
         """The flat tokens of this slice, out of `num_tokens`."""
 
-    def with_context(self, layout: FlatLayout, states: torch.Tensor, size: int) -> torch.Tensor:
+    def with_context(self, layout: FlatLayout, values: torch.Tensor, size: int) -> torch.Tensor:
         """
-        States `(t, C)` of the slice, followed by states `(O, C)` of the tokens in other slices that a convolution over
+        Values `(t, C)` of the slice, followed by values `(O, C)` of the tokens in other slices that a convolution over
         `size + 1` tokens reads, in flat order.
         """
 
