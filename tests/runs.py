@@ -23,6 +23,7 @@ from scripts.benchmark.differences import difference, differences
 from tests.helpers import tiny
 from tests.helpers.float64 import TOLERANCE as TOLERANCE_64
 from tests.helpers.float64 import float64_throughout, in_float64
+from tests.helpers.folders import skip_without
 from trl_paddingfree.cli.quickstart import side_by_side
 from trl_paddingfree.cli.quickstart.side_by_side import ON_CPU, classes_of
 
@@ -100,6 +101,7 @@ def make_trainer(
     **given: Any,
 ) -> Any:
     """The trainer that [`run`] has train, of the same arguments."""
+    skip_without(task, given)
     made = {} if "model" in given else tiny.arguments(task)
     if "train_dataset" not in given:
         made["train_dataset"] = tiny.DATA[task](8, tiny.SEED)

@@ -2,14 +2,12 @@
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import peft
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tests.anywhere.test_calls import (
     TOLERANCE,
@@ -23,6 +21,7 @@ from tests.anywhere.test_calls import (
     show_what_is_read,
     unlabelled,
 )
+from tests.helpers.architectures import Valued, with_values
 from tests.helpers.tiny import lora, make_model
 from trl_paddingfree import FlatModel, UnprovenModelError, check_packed, padding_free
 from trl_paddingfree.anywhere.calls import PaddedCalls
@@ -188,30 +187,6 @@ def test_windows_that_were_changed_for_masks_alone_are_those_of_masks():
     model = make_model("gemma3_text", sliding_window=512)
     model.config.sliding_window = 1024
     assert_same_logits(model, padding_free(copy.deepcopy(model)), unlabelled(width=700))
-
-
-@dataclass
-class Valued(CausalLMOutputWithPast):
-    """An output with a field that has the name of a method."""
-
-    values: torch.Tensor | None = None
-
-
-def with_values(model):
-    """With a head beside its own, of one value per token, that ends in the same gradients."""
-
-    class Head(type(model)):
-        def forward(self, input_ids=None, attention_mask=None, **kwargs):
-            labels = kwargs.pop("labels", None)
-            hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
-            logits = self.lm_head(hidden)
-            loss = None if labels is None else self.loss_function(logits, labels, self.vocab_size)
-            return Valued(loss=loss, logits=logits, values=self.value(hidden).squeeze(2))
-
-    model.__class__ = Head
-    torch.manual_seed(4)
-    model.value = torch.nn.Linear(32, 1)
-    return model
 
 
 @pytest.mark.parametrize("made", [lambda output: output.logits, lambda output: Valued(**output, values=output.logits)])

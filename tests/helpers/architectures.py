@@ -1,5 +1,6 @@
 """Every causal language model of transformers, made small enough to build, prove and run in a fraction of a second."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import transformers
 from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from trl.trainer.utils import add_fused_lm_head
 
@@ -166,3 +168,27 @@ OVERRIDES = {
     "zamba2": {"attention_hidden_size": 64, "attention_head_dim": 16, "n_mamba_heads": 4},
     "zaya": {"num_experts_per_tok": 1},
 }
+
+
+@dataclass
+class Valued(CausalLMOutputWithPast):
+    """An output with a field that has the name of a method."""
+
+    values: torch.Tensor | None = None
+
+
+def with_values(model):
+    """With a head beside its own, of one value per token, that ends in the same gradients."""
+
+    class Head(type(model)):
+        def forward(self, input_ids=None, attention_mask=None, **kwargs):
+            labels = kwargs.pop("labels", None)
+            hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
+            logits = self.lm_head(hidden)
+            loss = None if labels is None else self.loss_function(logits, labels, self.vocab_size)
+            return Valued(loss=loss, logits=logits, values=self.value(hidden).squeeze(2))
+
+    model.__class__ = Head
+    torch.manual_seed(4)
+    model.value = torch.nn.Linear(32, 1)
+    return model

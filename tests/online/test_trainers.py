@@ -10,6 +10,7 @@ from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
+from tests.core.trainers.test_computed_flat import WITHIN, refused_if_it_computes_no_flat_batch, train
 from tests.helpers.architectures import is_older
 from tests.helpers.flat_and_padded import assert_padding_on_the_left_changes_nothing
 from tests.helpers.tiny import FOLLOWING, ROUTED, SEED, WORDS, arguments, following_rotary, make_model, prompts, score
@@ -217,3 +218,21 @@ def test_models_that_are_placed_late_are_proven_before_their_first_pass(data, mo
     assert len(checks) == 2
     # A model compared with itself would not differ at all
     assert all(result.error > 0 for result, _ in checks)
+
+
+class GoesAroundTheHead(PaddingFreeGRPOTrainer):
+    """Passes of one's own that ask the model for logits."""
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **kwargs):
+        logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -logits_to_keep - 1 : -1]
+        logps = logits.log_softmax(-1).gather(-1, input_ids[:, -logits_to_keep:, None]).squeeze(-1)
+        return logps, logps.detach(), None
+
+
+@WITHIN
+def test_a_training_step_that_computes_no_flat_batch_is_an_error(budget):
+    refused_if_it_computes_no_flat_batch(GoesAroundTheHead, "grpo", **budget)
+
+
+def test_passes_that_go_around_the_head_may_pad():
+    assert train(GoesAroundTheHead, "grpo", padding_free=False).method == "TRL, with padding"

@@ -8,16 +8,10 @@ from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from tests.helpers.architectures import with_head
 from tests.helpers.flat_and_padded import flat_model
-from tests.helpers.reference_flash import varlen_on
 from tests.helpers.tiny import SEED, lora, make_model
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.budgets.features import memory_features
-from trl_paddingfree.budgets.kept_bytes import count_kept_bytes
 from trl_paddingfree.core.model.casts import cast_inputs_once
-from trl_paddingfree.core.model.flat_model import FlatModel
-from trl_paddingfree.core.model.routes import Route
 
 BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
 
@@ -125,27 +119,6 @@ def test_layers_compile_with_and_without_autocast():
     for context in (torch.autocast(**BF16), nullcontext()):
         with context:
             assert torch.equal(compiled(x), layer(x))
-
-
-# Llama 3 8B, an eighth as wide: what a layer keeps is as wide as its states, but for numbers of one per token and head
-WIDTH = 8
-LAYER = {"hidden_size": 512, "intermediate_size": 1792, "num_attention_heads": 4, "num_key_value_heads": 1}
-LENGTH = 200
-
-
-@pytest.mark.parametrize(("once", "kilobytes"), [(False, 217), (True, 185)], ids=["twice", "once"])
-def test_a_layer_keeps_15_percent_less_of_a_token(once, kilobytes):
-    model, route = make_model(dtype=torch.bfloat16, **LAYER), Route("varlen", "sdpa", prefix_sharing=False)
-    FlatModel.install(with_head(model), route)
-    adapters = get_peft_model(model, LoraConfig(r=16 // WIDTH, target_modules="all-linear"))
-    adapters.enable_input_require_grads()
-    if once:
-        cast_inputs_once(adapters, "cpu")
-    with varlen_on(), torch.autocast(**BF16):
-        kept = count_kept_bytes(model, route).kept
-    sizes = memory_features(FlatBatch.from_rows([[1] * LENGTH], [[1] * LENGTH], prefix_sharing=False), route)
-    sizes[0] = 0  # of any number of tokens
-    assert kept @ sizes * WIDTH / LENGTH / 1e3 == pytest.approx([kilobytes] * 2, rel=0.01)
 
 
 def test_layers_with_several_active_adapters_keep_their_casts(casts):

@@ -10,7 +10,7 @@ from tests.helpers.architectures import tiny_model
 from tests.helpers.flat_and_padded import install
 from tests.helpers.tiny import ADAPTERS, arguments, make_model
 from tests.runs import TOLERANCE, run
-from trl_paddingfree import FlatModel, padding_free
+from trl_paddingfree import FlatModel
 
 IDS = torch.tensor([[3, 4, 5, 6, 9], [3, 4, 7, 8, 10]])
 MASK = torch.ones_like(IDS)
@@ -71,34 +71,3 @@ def test_copies_and_pickles():
     install(model)
     assert_traced(copy.deepcopy(model))
     assert_traced(pickle.loads(pickle.dumps(model)))
-
-
-def test_padded_calls_left_aside():
-    model = padding_free(make_model())
-    assert_traced(model, [WAYS["export"], WAYS["strict export"]])
-    with FlatModel.of(model).padded.aside():
-        assert_traced(model)
-    FlatModel.of(model).padded.remove()
-    assert_traced(model)
-
-
-def test_compiled_models_compute_padded_calls_flat():
-    model = make_model().train()
-    is_padding = IDS == 10
-    labels = IDS.masked_fill(is_padding, -100)
-    inputs = {"input_ids": IDS, "attention_mask": MASK.masked_fill(is_padding, 0), "labels": labels}
-    expected = model(**inputs)
-    expected.loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    compiled = torch.compile(padding_free(model), backend="aot_eager")
-    for _ in range(2):
-        found = compiled(**inputs)
-        torch.testing.assert_close(found.loss, expected.loss)
-    found.loss.backward()
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, gradients[name], rtol=TOLERANCE, atol=TOLERANCE)
-    assert FlatModel.of(model).counts.real == 2 * 9
-    torch.compiler.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="flat batches have another layout in each call"):
-        torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs)

@@ -11,8 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.anywhere.test_hostile_calls import with_values
-from tests.helpers.architectures import tiny_model, with_head
+from tests.helpers.architectures import tiny_model, with_head, with_values
 from tests.helpers.flat_and_padded import flat_model, install, noise_of, padded_rows
 from tests.helpers.tiny import REENTRANT, make_model
 from trl_paddingfree import FlatBatch

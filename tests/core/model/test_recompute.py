@@ -1,67 +1,9 @@
-"""What is counted as kept for the backward pass, and which layers recompute."""
+"""Which layers recompute."""
 
-import numpy as np
-import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tests.helpers.architectures import tiny_model, with_head
-from tests.helpers.tiny import ATTENTIONS, SHARING, make_model
-from trl_paddingfree import FlatBatch
-from trl_paddingfree.budgets.features import memory_features
-from trl_paddingfree.budgets.kept_bytes import count_kept_bytes
-from trl_paddingfree.budgets.saved_bytes import SavedBytes
+from tests.helpers.architectures import tiny_model
 from trl_paddingfree.core.model.architecture import recomputable_layers, recompute_first
-from trl_paddingfree.core.model.flat_model import FlatModel
-from trl_paddingfree.core.model.routes import Route
-
-
-def test_only_what_the_backward_pass_still_needs_is_counted():
-    model = make_model()
-    layers = recomputable_layers(model)
-    counter, tokens = SavedBytes(model, layers), torch.arange(12)[None]
-
-    def counted():
-        return sum(counter.total(layer) for layer in range(-1, len(layers)))
-
-    with counter.counting():
-        with torch.no_grad():  # a reference model's pass, whose memory is free again
-            model(tokens, use_cache=False)
-        assert counted() == 0
-        output = model(tokens, use_cache=False)
-        once = counted()
-        assert once > 0
-        again = model(tokens, use_cache=False)
-        assert counted() > 1.9 * once
-        del again
-        assert counted() < 1.1 * once  # what layers were given stays
-        del output
-    assert counted() < 0.1 * once
-
-
-@SHARING
-@ATTENTIONS
-def test_short_segments_keep_the_bytes_that_are_predicted(attention, prefix_sharing):
-    """One long segment, short ones that start together, and short ones of one length that start here and there."""
-    model, route = make_model(), Route("segment", attention, prefix_sharing)
-    model.set_attn_implementation(attention)
-    FlatModel.install(with_head(model), route)
-    per_feature = count_kept_bytes(model, route)
-    draws = torch.Generator().manual_seed(0)
-
-    def tokens(number):
-        return torch.randint(1, model.config.vocab_size, (number,), generator=draws).tolist()
-
-    prompt = tokens(150)
-    rows = [prompt, *(prompt[:40] + tokens(2 * n) for n in range(3, 12)), *(prompt[:n] + tokens(9) for n in range(9))]
-    batch = FlatBatch.from_rows(rows, rows, prefix_sharing=prefix_sharing)
-    counter = SavedBytes(model, recomputable_layers(model))
-    with counter.counting():
-        output = model(input_ids=batch.input_ids[0][batch.row_index], flat_batch=batch, use_cache=False)
-    kept = [counter.total(layer) for layer in range(len(per_feature.kept))]
-    del output
-    predicted = per_feature.factor * (per_feature.kept @ memory_features(batch, route))
-    assert (predicted >= kept).all()
-    assert (predicted <= 1.2 * np.array(kept)).all()
 
 
 def test_layers_within_layers_recompute_with_them():

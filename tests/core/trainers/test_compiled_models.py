@@ -4,9 +4,8 @@ import pytest
 import torch
 from peft import get_peft_model
 
-from tests.helpers.tiny import arguments, lora, make_model
-from tests.runs import TOLERANCE, assert_same, run
-from trl_paddingfree import FlatModel, padding_free
+from tests.helpers.tiny import arguments, lora
+from tests.runs import assert_same, run
 
 SAID = "taken out of the wrapper of `torch.compile`"
 # All linear layers are not found under the wrapper, but for the head, which TRL refuses
@@ -58,16 +57,3 @@ def test_compiled_adapters_train_as_uncompiled_ones():
     ]
     ours = [run("sft", "shared", steps=2, **made("sft", "eager", wrap)) for wrap in wraps]
     assert_same(*ours)
-
-
-def test_padding_free(caplog):
-    model = make_model().train()
-    ids = torch.tensor([[3, 4, 5, 6], [3, 4, 7, 0]])
-    inputs = {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
-    expected = model(**inputs).loss
-    compiled = torch.compile(model, backend="eager")
-    assert padding_free(compiled) is model
-    assert caplog.text.count(SAID) == 1
-    for each in (model, compiled):
-        torch.testing.assert_close(each(**inputs).loss, expected, rtol=TOLERANCE, atol=0.0)
-    assert FlatModel.of(model).counts.real == 2 * 7

@@ -8,7 +8,7 @@ import torch
 
 from tests.helpers.tiny import DATA, SEED, arguments
 from tests.runs import assert_same, make_trainer, run
-from trl_paddingfree import PaddingFreeDPOTrainer, PaddingFreeGRPOTrainer
+from trl_paddingfree import PaddingFreeDPOTrainer
 from trl_paddingfree.core.data import collate
 from trl_paddingfree.registry import TRAINERS
 
@@ -21,26 +21,26 @@ class LosesTheBatch(PaddingFreeDPOTrainer):
         return -model(**rows, labels=rows["input_ids"], fused_lm_head=True).log_probs.mean()
 
 
-class GoesAroundTheHead(PaddingFreeGRPOTrainer):
-    """Passes of one's own that ask the model for logits."""
-
-    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **kwargs):
-        logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -logits_to_keep - 1 : -1]
-        logps = logits.log_softmax(-1).gather(-1, input_ids[:, -logits_to_keep:, None]).squeeze(-1)
-        return logps, logps.detach(), None
-
-
 def train(trainer_class, task, **options):
     return run(task, "ours", trainer_class=trainer_class, steps=1, **options).trainer
 
 
-@pytest.mark.parametrize(("trainer_class", "task"), [(LosesTheBatch, "dpo"), (GoesAroundTheHead, "grpo")])
-def test_a_training_step_that_computes_no_flat_batch_is_an_error(trainer_class, task):
-    for options in ({}, {"max_tokens_per_micro_batch": 60}, {"memory_budget": 4}):
-        message = f"A training step of {trainer_class.__name__} computed no flat batch, .* LlamaForCausalLM neither"
-        with pytest.raises(RuntimeError, match=message):
-            train(trainer_class, task, **options)
-    assert train(trainer_class, task, padding_free=False).method == "TRL, with padding"
+def refused_if_it_computes_no_flat_batch(trainer_class, task, **options):
+    message = f"A training step of {trainer_class.__name__} computed no flat batch, .* LlamaForCausalLM neither"
+    with pytest.raises(RuntimeError, match=message):
+        train(trainer_class, task, **options)
+
+
+WITHIN = pytest.mark.parametrize("budget", [{}, {"max_tokens_per_micro_batch": 60}, {"memory_budget": 4}], ids=str)
+
+
+@WITHIN
+def test_a_training_step_that_computes_no_flat_batch_is_an_error(budget):
+    refused_if_it_computes_no_flat_batch(LosesTheBatch, "dpo", **budget)
+
+
+def test_a_trainer_that_loses_the_flat_batch_may_pad():
+    assert train(LosesTheBatch, "dpo", padding_free=False).method == "TRL, with padding"
 
 
 @pytest.mark.parametrize("task", TRAINERS)

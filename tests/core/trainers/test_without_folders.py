@@ -2,23 +2,32 @@
 
 import pytest
 
+from tests.helpers.folders import needs
 from tests.helpers.tiny import DATA, make_model
 from tests.runs import run
-from trl_paddingfree import capabilities, padding_free
+from trl_paddingfree import capabilities
+
+NEEDS = "`torch_compile=True` needs the folder `compiled` of trl_paddingfree"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def without_compiled(monkeypatch):
     is_there = capabilities.is_there
     monkeypatch.setattr(capabilities, "is_there", lambda name: name != "compiled" and is_there(name))
 
 
-def test_compilation_needs_its_folder(without_compiled):
-    needs = "`torch_compile=True` needs the folder `compiled` of trl_paddingfree"
-    with pytest.raises(ImportError, match=needs):
-        run("sft", "shared", steps=1, train_dataset=DATA["sft"](8, 0), torch_compile=True)
+def test_compilation_needs_its_folder():
+    data = DATA["sft"](8, 0)
+    with pytest.raises(ImportError, match=NEEDS):
+        run("sft", "shared", steps=1, train_dataset=data, torch_compile=True)
+    run("sft", "shared", steps=1, train_dataset=data)
+
+
+@needs("anywhere")
+def test_compilation_in_any_trainer_needs_its_folder():
+    from trl_paddingfree import padding_free
+
     model = make_model()
-    with pytest.raises(ImportError, match=needs):
+    with pytest.raises(ImportError, match=NEEDS):
         padding_free(model, torch_compile=True)
     assert padding_free(model) is model
-    run("sft", "shared", steps=1, train_dataset=DATA["sft"](8, 0))
