@@ -44,11 +44,7 @@ CORE = {
     },
 }
 # Imports of capabilities that are still to be cut: nothing but the registry and the commands may name a capability
-TO_CUT = {
-    "core/trainers": {
-        "arranging",
-    },
-}  # fmt: skip
+TO_CUT: dict[str, set[str]] = {}
 DOORS = ("__init__", "__main__", "capabilities", "cli", "registry")
 # Facts that several capabilities ask for (the first: the core, too), and that need nothing but the core
 SHARED = {"coupling", "spans"}

@@ -1,7 +1,6 @@
 """Base of the trainers that generate their own rows, which become flat when the model is called."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,11 +14,7 @@ from ..core.flat.counts import BatchCounts
 from ..core.model.flat_model import FlatModel, Flattener
 from ..core.model.restored import attributes_set
 from ..core.trainers.base import FlatTrainer
-from ..core.trainers.configs import Arguments
-from ..core.trainers.refusals import is_ours, refuse_to_move
 from ..core.trainers.runtime import when_flat
-from ..coupling import own_steps
-from .order import by_prompt
 from .rewards import checked
 
 # What tasks that generate share. Each adds its name; GRPO, the first, also the columns by which data is recognized
@@ -50,15 +45,7 @@ class Online(FlatTrainer):
     max_completion_length: int | None
     environment_factories: Any = None
     _tokenize_prompts: Callable[..., tuple[list[list[int]], ...]]
-    _buffered_inputs: Any
-    _step: int
     sample_unit = "completions"
-
-    def refuse_arguments(self, arguments: Arguments) -> None:
-        super().refuse_arguments(arguments)
-        self._refuse_lengths()
-        if self.flat.options.arrange_micro_batches != "none" and is_ours(type(self), "coupled_by"):
-            refuse_to_move(self.flat.options, self.coupled_by_arguments(arguments))
 
     # --- rows become flat -------------------------------------------------------------------------------------------
 
@@ -128,47 +115,3 @@ class Online(FlatTrainer):
     def padded_counts(self, inputs: Inputs) -> BatchCounts:
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
         return BatchCounts(mask.numel(), int(mask.sum()), mask.numel())
-
-    # --- which rows share a micro-batch -----------------------------------------------------------------------------
-
-    def _refuse_lengths(self) -> None:
-        if self.flat.options.arrange_micro_batches == "tokens":
-            raise ValueError(
-                f"`arrange_micro_batches='tokens'` needs rows of known length, and {self.trl_trainer.__name__} "
-                "generates them: set 'prefix', which brings the rows of one prompt together, or 'none'."
-            )
-
-    def refuse_options(self) -> None:
-        options = self.flat.options
-        self._refuse_lengths()
-        if options.arrange_micro_batches != "none":
-            owners = [cls for cls in type(self).__mro__ if "trl_trainer" in vars(cls)]
-            refuse_to_move(options, [*self.coupled_by(), *own_steps(self, owners, moves=True)])
-
-    def split_by_row(self, batch: Inputs) -> Inputs:
-        """A batch in which arguments with several entries per row are lists of one tensor per row."""
-        return batch
-
-    def kinds_of(self, rows: Inputs) -> Sequence[int]:
-        """What tells rows apart beside their prompts, a number for each row."""
-        return [0] * len(rows["prompt_ids"])
-
-    @property
-    def steps_per_generation(self) -> int:
-        """How many micro-batches are generated together."""
-        return self.args.steps_per_generation
-
-    @when_flat
-    def _prepare_inputs(self, generation_batch):
-        before = self._buffered_inputs
-        inputs = super()._prepare_inputs(generation_batch)
-        if self.flat.options.arrange_micro_batches != "none" and self.model.training:
-            self.refuse_options()  # callbacks may have changed the loss
-            if self._buffered_inputs is not before:
-                number = self.steps_per_generation
-                size = math.gcd(self.args.gradient_accumulation_steps, number)  # micro-batches of one optimizer step
-                groups = (self._buffered_inputs[first : first + size] for first in range(0, number, size))
-                arranged = (by_prompt(group, self.split_by_row, self.kinds_of) for group in groups)
-                self._buffered_inputs = [batch for group in arranged for batch in group]
-                inputs = self._buffered_inputs[self._step % number]
-        return inputs

@@ -6,13 +6,16 @@ from ..capabilities import classes_of
 from .base import Online
 
 if TYPE_CHECKING:  # the same bases, for editors and type checkers
+    from ..arranging.trainers import Online as ArrangingOnline
     from ..budgets.trainers import Online as BudgetsOnline
     from ..data_checks.trainers import Online as CheckedOnline
     from ..groups.trainers import Online as GroupsOnline
     from ..images.trainers import Online as ImagesOnline
     from ..resuming.trainers import Online as ResumingOnline
 
-    class OnlineTrainer(ResumingOnline, CheckedOnline, ImagesOnline, GroupsOnline, BudgetsOnline, Online):
+    class OnlineTrainer(
+        ResumingOnline, CheckedOnline, ImagesOnline, GroupsOnline, BudgetsOnline, ArrangingOnline, Online
+    ):
         pass
 else:
 

@@ -144,8 +144,7 @@ class FlatTrainer(Trainer):
         return [f"`router_aux_loss_coef={self.router_aux_loss_coef}`"] if self.aux_loss_enabled else []
 
     def refuse_options(self) -> None:
-        """Refuse options that would change losses or gradients, such as moving examples between micro-batches."""
-        raise NotImplementedError
+        """Refuse options that would change losses or gradients: here, none."""
 
     def flat_models(self) -> list[torch.nn.Module]:
         """The models that compute batches, wrapped or not: the trained one first."""

@@ -1,24 +1,19 @@
-"""Base of the trainers with a collator, which arranges their examples."""
+"""Base of the trainers with a collator."""
 
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from accelerate.data_loader import SeedableRandomSampler
-from datasets import Dataset, IterableDataset
-from torch.utils.data import RandomSampler
+from datasets import Dataset
 
-from ...arranging.order import StepSampler, by_prefix, by_tokens
 from ...coupling import own_steps
 from ..data.collate import FlatCollator
-from ..data.lengths import example_work, has_known_lengths, row_lengths, token_lengths
+from ..data.lengths import has_known_lengths, row_lengths, token_lengths
 from ..data.padded import PaddedRowsCollator
 from ..flat.batch import Inputs
 from ..flat.counts import BatchCounts
 from ..model.edits import refuse_lost_batch
-from . import refusals
 from .base import FlatTrainer
-from .configs import Arguments
 from .runtime import when_flat
 
 
@@ -69,7 +64,7 @@ class Collated(FlatTrainer):
         wanted: Any = self.collator_of(self._is_vision_dataset)
         return wanted.of(collator)
 
-    # --- which examples share a micro-batch -------------------------------------------------------------------------
+    # --- lengths ------------------------------------------------------------------------------------------------------
 
     def collated_by(self, name: str) -> Any:
         """The collator's value of an argument or, if a user's own collator lacks it, the configuration's, or `None`."""
@@ -105,59 +100,6 @@ class Collated(FlatTrainer):
         """Like `example_lengths`, for the largest item that parts do not divide: by default, the whole example."""
         return self.example_lengths()
 
-    def refuse_arguments(self, arguments: Arguments) -> None:
-        super().refuse_arguments(arguments)
-        options, dataset = self.flat.options, arguments.get("train_dataset")
-        if options.arrange_micro_batches == "none":
-            return
-        if refusals.is_ours(type(self), "coupled_by"):
-            refusals.refuse_to_move(options, self.coupled_by_arguments(arguments))
-        if isinstance(dataset, Dataset | IterableDataset):  # it has no tokens yet
-            refusals.refuse_to_look_ahead(options, dataset, arguments["args"], ())
-
-    def refuse_options(self) -> None:
-        options, arranges = self.flat.options, self.flat.options.arrange_micro_batches != "none"
-        coupling = self._may_couple(moves=True) if arranges else []
-        for kind, length in self.flat.rotary_limits().items():
-            if arranges and self.exceeds(length):
-                coupling.append(f"`rope_type={kind!r}` and rows of more than {length} tokens")
-        if arranges:
-            alpha = self.args.neftune_noise_alpha
-            if alpha and not any("neftune_noise_alpha" in each for each in coupling):
-                coupling.append(f"`neftune_noise_alpha={alpha}`, whose noise shrinks with the longest row,")
-            refusals.refuse_to_move(options, [*coupling, *self.weighed_by_micro_batch()])
-            refusals.refuse_to_look_ahead(options, self.train_dataset, self.args, self.task.token_columns)
-
-    @when_flat
-    def _get_train_sampler(self, *args, **kwargs):
-        sampler: Any = super()._get_train_sampler(*args, **kwargs)
-        flat = self.flat
-        if flat.options.arrange_micro_batches == "none":
-            return sampler
-        if isinstance(sampler, RandomSampler) and self.args.accelerator_config.use_seedable_sampler:
-            # accelerate replaces it with this one, but would not find it inside ours
-            sampler = SeedableRandomSampler(sampler.data_source, data_seed=self.args.data_seed)
-        batch_size = self._train_batch_size  # not that of `args`, which `auto_find_batch_size` does not lower
-        processes = self.num_streams
-        if flat.options.arrange_micro_batches == "prefix":
-            arrange = by_prefix(self.train_dataset, self.task.token_columns[0])
-        else:
-            hidden_size = self.model.config.get_text_config().hidden_size
-            work = example_work(self.example_lengths(), flat.trained.route.prefix_sharing, hidden_size)
-            arrange = by_tokens(work, batch_size, processes)
-        step_size = batch_size * processes * self.args.gradient_accumulation_steps
-        wraps = processes > 1 and not self.args.dataloader_drop_last
-        flat.sampler = StepSampler(sampler, step_size, arrange, keeps_first=wraps)
-        return flat.sampler
-
-    @when_flat
-    def get_train_dataloader(self):
-        loader: Any = super().get_train_dataloader()
-        if self.flat.sampler is not None:
-            # accelerate finds only its own samplers: ours would restart at epoch 0 when several processes resume a run
-            loader.set_sampler(self.flat.sampler)
-        return loader
-
     # --- a micro-batch ----------------------------------------------------------------------------------------------
 
     def part_sizes(self, inputs: Inputs) -> dict[str, int]:
@@ -180,8 +122,6 @@ class Collated(FlatTrainer):
     def count_tokens(self, inputs: Inputs) -> None:
         if "flat_batch" not in inputs:
             refuse_lost_batch(inputs)
-        if self.flat.sampler is not None:  # callbacks may have changed the loss
-            refusals.refuse_to_move(self.flat.options, self._may_couple(moves=True))
         self.flat.counts.new.append(inputs["flat_batch"].counts)
 
     def padded_counts(self, inputs: Inputs) -> BatchCounts:

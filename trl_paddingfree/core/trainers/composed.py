@@ -6,13 +6,16 @@ from ...capabilities import classes_of
 from .collated import Collated
 
 if TYPE_CHECKING:  # the same bases, for editors and type checkers
+    from ...arranging.trainers import Collated as ArrangingCollated
     from ...budgets.trainers import Collated as BudgetsCollated
     from ...data_checks.trainers import Collated as CheckedCollated
     from ...groups.trainers import Collated as GroupsCollated
     from ...images.trainers import Collated as ImagesCollated
     from ...resuming.trainers import Collated as ResumingCollated
 
-    class CollatedTrainer(ResumingCollated, CheckedCollated, ImagesCollated, GroupsCollated, BudgetsCollated, Collated):
+    class CollatedTrainer(
+        ResumingCollated, CheckedCollated, ImagesCollated, GroupsCollated, BudgetsCollated, ArrangingCollated, Collated
+    ):
         pass
 else:
 

@@ -1,7 +1,7 @@
 """Refusals of what flat batches rule out: each `ValueError` names an argument, its value, and what to change."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from trl import SFTConfig
 
 from .. import upstream
 from ..data.collate import FlatCollator
-from ..data.lengths import AnyDataset, column_names, has_images, has_known_lengths
+from ..data.lengths import column_names
 from ..data.task import Task
 from ..model.adapters import why_padded, why_padded_by
 from ..model.flat_model import UNCOMPILED
@@ -207,40 +207,6 @@ def warn_of_precision(in_force: str, config: TrainingArguments) -> None:
             f"Training runs with `mixed_precision={in_force!r}`, as `accelerate launch` was told (by its "
             f"configuration or `--mixed_precision`), in spite of `bf16={config.bf16}, fp16={config.fp16}`. Change one "
             "of them."
-        )
-
-
-def refuse_to_move(options: PaddingFreeOptions, reasons: list[str]) -> None:
-    """Refuse `arrange_micro_batches` for `reasons`: options under which an example's loss depends on the others."""
-    if reasons:
-        raise ValueError(
-            f"`arrange_micro_batches={options.arrange_micro_batches!r}` changes which examples share a micro-batch, "
-            f"and with {', '.join(reasons)} the loss of an example depends on the others: leave one of them out."
-        )
-
-
-def refuse_to_look_ahead(
-    options: PaddingFreeOptions, train_dataset: AnyDataset, config: TrainingArguments, columns: Sequence[str]
-) -> None:
-    """
-    Refuse `arrange_micro_batches` for data of unknown lengths, such as without the `columns` of tokens, and for data
-    that transformers arranges itself.
-    """
-    arranging = f"`arrange_micro_batches={options.arrange_micro_batches!r}`"
-    if has_images(train_dataset):
-        raise ValueError(
-            f"{arranging} needs the lengths of all examples, and TRL processes images on the fly: with images, "
-            "lengths are not known before training. Leave it out."
-        )
-    if not has_known_lengths(train_dataset, columns):
-        raise ValueError(
-            f"{arranging} needs a dataset whose lengths are known in advance. Those of a stream, of a dataset with "
-            "a transform and of one without tokens are not: leave it out, or load the dataset without `streaming`."
-        )
-    if config.train_sampling_strategy == "batch_rebalance":
-        raise ValueError(
-            f"{arranging} and `train_sampling_strategy='batch_rebalance'` both decide which examples share a "
-            "micro-batch: leave one of them out."
         )
 
 

@@ -9,7 +9,6 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedConfig
 
-from ...arranging.order import StepSampler
 from ...capabilities import module_of, needed
 from .. import upstream
 from ..check.prove import UnprovenModelError
@@ -58,7 +57,6 @@ class Runtime:
     # a plain run. Budgets: the parts of a micro-batch, and the weights of their losses
     around_step: list[AroundStep] = field(default_factory=list)
     around_loss: list[AroundLoss] = field(default_factory=list)
-    sampler: StepSampler | None = None  # the order of examples, if `arrange_micro_batches` is set
     has_begun: bool = False  # whether a step was trained since `train()` was called
     has_hooks: bool | None = None  # whether gradients have hooks of others than PEFT; `None`: not looked yet
 
