@@ -11,10 +11,18 @@ if TYPE_CHECKING:  # the same bases, for editors and type checkers
     from ..data_checks.trainers import Online as CheckedOnline
     from ..groups.trainers import Online as GroupsOnline
     from ..images.trainers import Online as ImagesOnline
+    from ..remembering.trainers import Online as RememberingOnline
     from ..resuming.trainers import Online as ResumingOnline
 
     class OnlineTrainer(
-        ResumingOnline, CheckedOnline, ImagesOnline, GroupsOnline, BudgetsOnline, ArrangingOnline, Online
+        ResumingOnline,
+        RememberingOnline,
+        CheckedOnline,
+        ImagesOnline,
+        GroupsOnline,
+        BudgetsOnline,
+        ArrangingOnline,
+        Online,
     ):
         pass
 else:

@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
+from ..check.verdicts import NoVerdicts, Verdicts
 from ..data.lengths import has_images
 from ..data.task import Task
 from ..flat.batch import Inputs
@@ -128,7 +129,13 @@ class FlatTrainer(Trainer):
 
     def make_check(self) -> StartUpCheck:
         """The start-up check of this trainer's models."""
-        return StartUpCheck(self.accelerator, self.flat.options, self.args, self.proofs())
+        return StartUpCheck(
+            self.accelerator, self.flat.options, self.args, self.proofs(), earlier=self.earlier_verdicts()
+        )
+
+    def earlier_verdicts(self) -> Verdicts:
+        """Verdicts of earlier checks, which the check takes over."""
+        return NoVerdicts()
 
     @property
     def num_streams(self) -> int:
@@ -255,8 +262,3 @@ class FlatTrainer(Trainer):
         self.flat.has_begun = False
         with self.as_it_trains(self.args):
             return super().train(*args, **kwargs)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)  # makes the folder, and runs in every process
-        if self.args.should_save and not self.flat.pads:
-            self.flat.check.remembered.save(output_dir)

@@ -11,10 +11,18 @@ if TYPE_CHECKING:  # the same bases, for editors and type checkers
     from ...data_checks.trainers import Collated as CheckedCollated
     from ...groups.trainers import Collated as GroupsCollated
     from ...images.trainers import Collated as ImagesCollated
+    from ...remembering.trainers import Collated as RememberingCollated
     from ...resuming.trainers import Collated as ResumingCollated
 
     class CollatedTrainer(
-        ResumingCollated, CheckedCollated, ImagesCollated, GroupsCollated, BudgetsCollated, ArrangingCollated, Collated
+        ResumingCollated,
+        RememberingCollated,
+        CheckedCollated,
+        ImagesCollated,
+        GroupsCollated,
+        BudgetsCollated,
+        ArrangingCollated,
+        Collated,
     ):
         pass
 else:

@@ -15,12 +15,11 @@ from transformers.utils import logging
 
 from .. import upstream
 from ..check.again import Variation, prove_again
-from ..check.fingerprint import fingerprint
 from ..check.probe import compute_dtype, rounding_unit
 from ..check.progress import shown
 from ..check.prove import CheckResult, UnprovenModelError, prove
-from ..check.remembered import VARIABLE, Record, Remembered
 from ..check.training import OthersWaitError, raise_if_weights_are_awaited
+from ..check.verdicts import NoVerdicts, Record, Verdicts
 from ..model.flat_model import ATTRIBUTE, FlatModel
 from ..model.forward import is_pooled
 from ..model.mixers import mixers
@@ -64,19 +63,20 @@ class Proof(Protocol):
 class StartUpCheck:
     """
     Chooses and proves the routes of a trainer's models, given its `options`, `accelerator` (device, precision, engine)
-    and `args` (whether training recomputes). `proofs` are what it proves beside text.
+    and `args` (whether training recomputes). `proofs` are what it proves beside text, and
+    `earlier` verdicts are taken over.
     """
 
     accelerator: Accelerator
     options: PaddingFreeOptions
     args: TrainingArguments
     proofs: Sequence["Proof"] = ()
+    earlier: Verdicts = field(default_factory=NoVerdicts)
     trained: PreTrainedModel | None = None  # the only model that needs gradients
     # Models whose weights an engine has yet to place, including the trained one: each is proven when first called
     unproven: list[PreTrainedModel] = field(default_factory=list)
 
     def __post_init__(self):
-        self.remembered = Remembered(self.args.output_dir)
         self.days: list[str] = []  # on which each model was checked; empty for this time
 
     def say(self, message: str) -> None:
@@ -148,7 +148,7 @@ class StartUpCheck:
         found = ", ".join([verdict, *said])
         how = f"checked in {seconds:.1f} s"
         if all(self.days):
-            how = f"remembered from {max(self.days)}; `{VARIABLE}=off` checks again"
+            how = f"remembered from {max(self.days)}; {self.earlier.hint}"
         self.say(f"Padding-free, {results[0].route}: {found} ({how}).")
         logger.info(f"The start-up check: {results[0]}.")
         if description := mixers().describe(self.base_of(models[0])):
@@ -172,7 +172,7 @@ class StartUpCheck:
                 else:
                     with shown(f"{type(base).__name__}: {vary.name.lower()}", self._shows, steps=1):
                         result = prove_again(base, model, vary=vary, skipped=skipped, agree=self.all_agree)
-                    self.remembered.keep(key, verdict=result)
+                    self.earlier.keep(key, verdict=result)
             if trains:
                 self.say(f"{vary.name}: {result.extent} ({result}).")
 
@@ -219,7 +219,7 @@ class StartUpCheck:
                         no_gradients=no_gradients,
                         tell=tell,
                     )
-                self.remembered.keep(key, [result, *failed])
+                self.earlier.keep(key, [result, *failed])
         if failed:
             listed = "".join(f"\n    {other}" for other in failed)
             self.say(f"{type(base).__name__} trains as «{result}», because the start-up check failed as{listed}")
@@ -230,22 +230,16 @@ class StartUpCheck:
         return self.accelerator.is_main_process and not self.args.disable_tqdm
 
     def _key(self, base: PreTrainedModel, model: torch.nn.Module, route: Route, *settings: object) -> str:
-        """The key of a verdict, see [`fingerprint`]; empty if there is none."""
-        if self.remembered.folder is None:
-            return ""
+        """The key of a verdict, for [`Verdicts`]."""
         flat_model = vars(base).get(ATTRIBUTE)
         shares = flat_model is not None and bool(flat_model.peers.name)
         together = self.accelerator.distributed_type, repr(self.options) if shares else ""
         precision = compute_dtype(base), rounding_unit(base)
-        try:
-            return fingerprint(base, model, route.loaded_with, repr(route), *precision, *together, *settings)
-        except Exception as error:  # anything may be in a model
-            logger.info(f"The verdict on {type(base).__name__} is not remembered: {type(error).__name__}: {error}.")
-            return ""
+        return self.earlier.key(base, model, route, *precision, *together, *settings)
 
     def _recalled(self, key: str) -> Record | None:
         """What was found under a key, if all processes have found the same."""
-        record = self.remembered.recall(key)
+        record = self.earlier.recall(key)
         routes = "" if record is None else repr([result.route for result in record.results])
         found = self._gathered(crc32(routes.encode()))
         return record if found.all() and (found == found[0]).all() else None

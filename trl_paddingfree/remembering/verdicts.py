@@ -5,17 +5,23 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
 
-from ..model.attention import BACKENDS
-from ..model.routes import Route
-from .comparison import Tried, Verdict
-from .prove import CheckResult
+from ..core.check.comparison import Tried, Verdict
+from ..core.check.prove import CheckResult
+from ..core.check.verdicts import Record
+from ..core.model.attention import BACKENDS
+from ..core.model.routes import Route
+from .fingerprint import fingerprint
+
+logger = logging.get_logger(__name__)
 
 # Names the folder of the verdicts; these values turn them off, and every start checks again
 VARIABLE, _OFF = "TRL_PADDINGFREE_CACHE", ("", "0", "off", "no", "false")
@@ -33,25 +39,12 @@ def cache_folder() -> Path | None:
     return None
 
 
-@dataclass(frozen=True)
-class Record:
-    """What was found on which `day`: `results`, the one that passed first, or the `verdict` on another way."""
-
-    day: str
-    results: Sequence[CheckResult] = ()
-    verdict: Verdict | None = None
-
-    def as_dict(self) -> dict[str, object]:
-        """The record as plain values, for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def read(cls, x: Any) -> "Record":
-        """A record from plain values. Raises an error of some kind if they are none, or if nothing passed."""
-        record = cls(str(x["day"]), [*map(_result, x["results"])], x["verdict"] and _verdict(x["verdict"]))
-        if not (record.verdict or record.results[0]).passed:
-            raise ValueError("a verdict that did not pass")
-        return record
+def read_record(x: Any) -> Record:
+    """A record from plain values. Raises an error of some kind if they are none, or if nothing passed."""
+    record = Record(str(x["day"]), [*map(_result, x["results"])], x["verdict"] and _verdict(x["verdict"]))
+    if not (record.verdict or record.results[0]).passed:
+        raise ValueError("a verdict that did not pass")
+    return record
 
 
 def _verdict(x: dict[str, Any]) -> Verdict:
@@ -77,10 +70,22 @@ class Remembered:
     be read or written are no error: the check runs again.
     """
 
+    hint = f"`{VARIABLE}=off` checks again"
+
     def __init__(self, output_dir: str | None = None):
         self.folder = cache_folder()
         self.output_dir = output_dir
         self.of_run: dict[str, dict[str, object]] = {}  # as plain values
+
+    def key(self, model: PreTrainedModel, call: Any, route: Route, *settings: object) -> str:
+        """The key of a verdict, see [`fingerprint`]; empty if there is none."""
+        if self.folder is None:
+            return ""
+        try:
+            return fingerprint(model, call, route.loaded_with, repr(route), *settings)
+        except Exception as error:  # anything may be in a model
+            logger.info(f"The verdict on {type(model).__name__} is not remembered: {type(error).__name__}: {error}.")
+            return ""
 
     def recall(self, key: str) -> Record | None:
         """What was found under a key, if it was."""
@@ -89,7 +94,7 @@ class Remembered:
         for plain in self._places(key):
             # Foreign files may hold anything
             with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                record = Record.read(plain)
+                record = read_record(plain)
                 self.of_run[key] = plain
                 return record
         return None
@@ -108,7 +113,7 @@ class Remembered:
         record = Record(date.today().isoformat(), results, verdict)
         if self.folder is None or not key or not _is_lasting(record):
             return
-        self.of_run[key] = record.as_dict()
+        self.of_run[key] = asdict(record)
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             _write(self.folder / f"{key}.json", self.of_run[key])

@@ -19,10 +19,10 @@ from tests.helpers.architectures import tiny_model, with_head
 from tests.helpers.tiny import arguments, lora, make_model
 from tests.runs import make_trainer, run
 from trl_paddingfree import UnprovenModelError
-from trl_paddingfree.core.check import fingerprint, remembered
-from trl_paddingfree.core.check.remembered import BESIDE, VARIABLE, cache_folder
+from trl_paddingfree.remembering import fingerprint, verdicts
+from trl_paddingfree.remembering.verdicts import BESIDE, VARIABLE, cache_folder
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def key_with_adapters():
 
 
 def test_processes_have_the_same_key_whatever_their_hashes_are():
-    code = "from tests.core.check.test_remembered import key_with_adapters; print(key_with_adapters())"
+    code = "from tests.remembering.test_remembered import key_with_adapters; print(key_with_adapters())"
     command, keys = [sys.executable, "-c", code], set()
     for seed in "12":
         env = {**os.environ, "PYTHONHASHSEED": seed}
@@ -105,7 +105,7 @@ def test_a_checkpoint_brings_the_verdict_to_a_machine_with_another_cache(folder,
 
 def test_processes_that_remember_different_verdicts_check_again(folder, monkeypatch, caplog):
     check = make_trainer("dpo", "ours").flat.check
-    (name,) = check.remembered.of_run
+    (name,) = check.earlier.of_run
     assert check._recalled(name) is not None
     gathered = check._gathered
     monkeypatch.setattr(check, "_gathered", lambda found: torch.cat([gathered(found), torch.tensor([0])]))
@@ -271,15 +271,15 @@ def test_where_verdicts_are_kept(monkeypatch):
     assert cache_folder() == Path.home() / ".cache" / "trl-paddingfree"
     monkeypatch.setenv(VARIABLE, "off")
     assert cache_folder() is None
-    assert remembered.Remembered().recall("key") is None
+    assert verdicts.Remembered().recall("key") is None
 
 
 def test_a_verdict_for_lack_of_memory_is_not_kept(folder, monkeypatch):
     make_trainer("dpo", "ours")
     (kept,) = folder.glob("*.json")
     plain = json.loads(kept.read_text())
-    record = remembered.Record.read(plain)
+    record = verdicts.read_record(plain)
     kept.unlink()
     failed = record.results[0].__class__(record.results[0].route, failure="OutOfMemoryError: no room")
-    remembered.Remembered().keep("key", [*record.results, failed])
+    verdicts.Remembered().keep("key", [*record.results, failed])
     assert not [*folder.glob("*.json")]

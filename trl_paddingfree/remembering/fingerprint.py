@@ -23,12 +23,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from .. import upstream
-from ..model.flat_model import ATTRIBUTE, FlatModel
-from ..model.restored import local_part
-from .machine import accelerators, package_versions
+from ..core import upstream
+from ..core.check.machine import accelerators, package_versions
+from ..core.model.flat_model import ATTRIBUTE, FlatModel
+from ..core.model.restored import local_part
 
-_PACKAGE = Path(__file__).parents[2]
+_PACKAGE = Path(__file__).parents[1]
 # Packages whose version is in the key: of their objects, what cannot be told by value is told by its type
 _OF_KNOWN_VERSION = {
     "accelerate", "bitsandbytes", "deepspeed", "flash_attn", "liger_kernel", "numpy", "peft", "torch", "transformers",
