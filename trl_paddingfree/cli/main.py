@@ -149,7 +149,7 @@ def check(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from ..core.check.report import as_dict, check_model, load_model
+    from .report import as_dict, check_model, load_model
     from .tables import print_routes
 
     given = args.model, args.dtype, args.attn_implementation

@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from ..core.check.report import ModelReport
 from ..core.device import GIB
+from .report import ModelReport
 from .savings import WasteReport
 
 
