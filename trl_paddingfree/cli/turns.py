@@ -1,4 +1,4 @@
-"""Cuts conversations into one row per assistant turn, each learnt in the context that it has at inference."""
+"""Cuts conversations into one row per assistant turn, each learned in the context that it has at inference."""
 
 from typing import Any
 
@@ -24,8 +24,8 @@ def split_turns(dataset: AnyDataset, seed: int | None = None, num_proc: int | No
     Cut conversations into one row per assistant turn, in TRL's conversational prompt-completion format.
 
     The prompt of a row is everything before its turn, and TRL renders it with the chat template as inference would.
-    Templates that drop the thinking of earlier turns (such as Qwen3's) drop it there, too, and each turn is learnt with
-    its own. The rows of a conversation stay adjacent, each a continuation of the one before: with
+    Templates that drop the thinking of earlier turns (such as Qwen3's) drop it there, too, and each turn is learned
+    with its own. The rows of a conversation stay adjacent, each a continuation of the one before: with
     `prefix_sharing=True` and `train_sampling_strategy="sequential"`, what they have in common is computed once.
 
     Args:

@@ -72,7 +72,7 @@ def refuse_unread_instructions(dataset: AnyDataset, name: str, text_field: str =
 def refuse_misspelt_roles(dataset: AnyDataset, name: str, task: Task) -> None:
     """
     Refuse roles in columns of raw data that TRL reads, if they are close to one that templates know: a misspelt role
-    changes what is learnt from.
+    changes what is learned from.
     """
     is_raw = has_known_lengths(dataset) and not has_known_lengths(dataset, task.token_columns)
     for column in dataset.column_names if is_raw else ():

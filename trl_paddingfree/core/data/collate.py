@@ -20,7 +20,7 @@ from .rows import CollatedRows, Make, documents_of
 @dataclass
 class FlatCollator(DataCollatorMixin):
     """
-    Mixin, placed before one of TRL's collators: adds the flat batch that the model computes in place of the rows.
+    Mixin, placed before one of TRL's collators: adds the flat batch, which the model computes instead of the rows.
 
     The flat batch is built last, from the rows that `torch_call` returns, including any edits of a subclass. The rows
     hold only integers, so padding costs nothing. TRL's `max_length` applies first; `pad_to_multiple_of` pads both.

@@ -28,7 +28,7 @@ class Task:
             The collator classes that build flat batches of text and, for a trainer of your own, of data with images.
             By default, images are taken by the tasks whose `collator` has a counterpart for them.
         padded_collator (`type`, *optional*):
-            The collator class that makes padded rows of text flat which any other collator gives.
+            The collator class that flattens padded rows of text from any other collator.
         prepare (`Callable`, *optional*):
             TRL's own preparation: maps `(dataset, tokenizer, max_length=, truncation_mode=)` to the rows that the
             collator gets. `trl-paddingfree inspect` needs it, training does not.
