@@ -3,7 +3,7 @@ Predict how much memory several GPUs need to compute a long flat batch together,
 the table of docs/sequence_parallel.md.
 """
 
-from trl_paddingfree.cli.memory import BYTES, features_of, model_config, training_needs
+from trl_paddingfree.budgets.predict import BYTES, features_of, model_config, training_needs
 from trl_paddingfree.core.device import GIB
 
 MODEL = "llama-3-8b"

@@ -24,7 +24,7 @@ from scripts.benchmark.tasks import BENCHMARKED, Settings
 from scripts.benchmark.trainers import make_model
 from tests.helpers.reference_flash import varlen_on
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.cli.memory import SHAPES
+from trl_paddingfree.budgets.predict import SHAPES
 
 SEEDS = [3, 17]
 VOCAB = SHAPES["tiny"]["vocab_size"]

@@ -15,10 +15,10 @@ from tests.helpers.architectures import tiny_model
 from tests.helpers.tiny import make_tokenizer
 from tests.runs import run
 from trl_paddingfree import BatchCounts
+from trl_paddingfree.budgets import predict
 from trl_paddingfree.budgets.features import KEYS, PAIRS
-from trl_paddingfree.cli import memory
+from trl_paddingfree.budgets.predict import features_by_layout, memory_report, model_config, step_units, training_needs
 from trl_paddingfree.cli.main import main
-from trl_paddingfree.cli.memory import features_by_layout, memory_report, model_config, step_units, training_needs
 
 # The head's weights, few layers, and adapters in another place
 TOLERANCE = 0.1
@@ -85,8 +85,8 @@ def test_more_memory_holds_more_and_recomputes_less():
 
 
 def test_a_bar_shows_what_is_predicted(monkeypatch, capsys):
-    monkeypatch.setattr(memory, "tqdm", partial(tqdm, disable=False))
-    memory.memory_report("dpo", {2: [BatchCounts(60, 80, 100, 58)]}, "tiny", "lora", None)
+    monkeypatch.setattr(predict, "tqdm", partial(tqdm, disable=False))
+    predict.memory_report("dpo", {2: [BatchCounts(60, 80, 100, 58)]}, "tiny", "lora", None)
     said = capsys.readouterr().err
     assert "Memory of tiny" in said
     assert "making layers with random weights" in said

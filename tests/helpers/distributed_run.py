@@ -16,7 +16,6 @@ from accelerate.state import AcceleratorState
 from datasets import Dataset, load_from_disk
 from peft import LoraConfig
 
-from tests.helpers.memory import hold_tokens, watch_passes
 from tests.helpers.tiny import conversations, preference_data
 from tests.helpers.vision import vision_messages, vision_pairs
 from tests.runs import make_trainer
@@ -59,6 +58,8 @@ def train(task: str, model: str, output: Path, settings: dict, monkeypatch: pyte
     own = SimpleNamespace(**{name: settings.pop(name, None) for name in OWN})
     passes = []
     if own.tokens_in_memory:
+        from tests.helpers.memory import hold_tokens, watch_passes  # of budgets, a folder that may be deleted
+
         hold_tokens(monkeypatch, own.tokens_in_memory)
         passes = watch_passes(monkeypatch)
     data = {"dpo": preference_data, "sft": conversations}[task]

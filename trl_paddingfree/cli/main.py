@@ -86,11 +86,9 @@ def inspect(args: argparse.Namespace) -> int:
 
     silence()
     if args.model is not None:  # a wrong name is refused before data is loaded
-        needed("budgets", "needs", f"`--model {args.model}`")
-        from .memory import memory_report, model_config
-
+        predict = needed("budgets", "predict", f"`--model {args.model}`")
         with loading(args.model):
-            model_config(args.model)
+            predict.model_config(args.model)
     with loading(args.dataset):
         dataset = load_rows(args.dataset, args.dataset_config, args.dataset_train_split)
     if args.one_sample_per_turn:
@@ -130,7 +128,8 @@ def inspect(args: argparse.Namespace) -> int:
     )
     figures = report.as_dict()
     if args.model is not None:
-        figures["memory"] = memory_report(report.task.name, report.batches, args.model, args.tuning, args.memory_gib)
+        given = report.batches, args.model, args.tuning, args.memory_gib
+        figures["memory"] = predict.memory_report(report.task.name, *given)
     if args.json:
         print_json(figures)
     else:

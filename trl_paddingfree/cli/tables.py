@@ -67,7 +67,7 @@ def print_waste(report: WasteReport) -> None:
 
 
 def print_memory(memory: dict[str, Any]) -> None:
-    """What [`~trl_paddingfree.cli.memory.memory_report`] predicts, as a table."""
+    """What [`~trl_paddingfree.budgets.predict.memory_report`] predicts, as a table."""
     heads = ["batch\nsize", "layout", "tokens", "kept", "recom-\nputed", "off-\nloaded", "host"]
     cells, limit = "{tokens:,} {kept_gib:.1f} {recomputed_gib:.1f} {offloaded_gib:.1f} {host_gib:.1f}", ""
     if memory["memory_gib"] is not None:

@@ -15,7 +15,7 @@ from trl.trainer.utils import add_fused_lm_head
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.budgets.features import KEYS, TOKENS
 from trl_paddingfree.budgets.kept_bytes import count_kept_bytes
-from trl_paddingfree.cli.memory import model_config
+from trl_paddingfree.budgets.predict import model_config
 from trl_paddingfree.core.model.casts import cast_inputs_once
 from trl_paddingfree.core.model.flat_model import FlatModel
 from trl_paddingfree.core.model.routes import choose_route

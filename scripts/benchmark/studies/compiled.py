@@ -6,8 +6,8 @@ import torch
 from torch._inductor import compile_fx, config, metrics
 from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
 
+from trl_paddingfree.budgets.predict import kept_by_kernels
 from trl_paddingfree.budgets.saved_bytes import SavedBytes
-from trl_paddingfree.cli.memory import kept_by_kernels
 from trl_paddingfree.compiled.layers import compile_layers
 from trl_paddingfree.core.model.architecture import recomputable_layers
 from trl_paddingfree.core.model.restored import attributes_set

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.cli.memory import model_config
+from trl_paddingfree.budgets.predict import model_config
 from trl_paddingfree.core.data.collate import PreferenceCollator
 from trl_paddingfree.core.model.flat_model import FlatModel
 from trl_paddingfree.core.model.forward import scored_in_rows

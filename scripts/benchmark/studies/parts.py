@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 
-from trl_paddingfree.cli.memory import features_of, model_config, training_needs
+from trl_paddingfree.budgets.predict import features_of, model_config, training_needs
 from trl_paddingfree.cli.quickstart.side_by_side import classes_of, make_trainer
 from trl_paddingfree.core.device import GIB
 

@@ -19,7 +19,7 @@ from trl_paddingfree import FlatBatch, Segments
 from trl_paddingfree.budgets.features import memory_features, slice_features
 from trl_paddingfree.budgets.kept_bytes import count_kept_bytes
 from trl_paddingfree.budgets.needs import MemoryNeeds, fused_head
-from trl_paddingfree.cli.memory import decoder, features_of, kept_by_kernels, model_config, training_needs
+from trl_paddingfree.budgets.predict import decoder, features_of, kept_by_kernels, model_config, training_needs
 from trl_paddingfree.core.device import GIB
 from trl_paddingfree.core.flat.schedule import Schedule
 from trl_paddingfree.core.model.architecture import recomputable_layers, recompute_first

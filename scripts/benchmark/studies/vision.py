@@ -18,7 +18,7 @@ from datasets import Dataset
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from trl_paddingfree.cli.memory import decoder
+from trl_paddingfree.budgets.predict import decoder
 from trl_paddingfree.cli.quickstart import side_by_side
 from trl_paddingfree.cli.quickstart.side_by_side import ON_CPU, classes_of
 

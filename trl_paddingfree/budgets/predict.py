@@ -26,9 +26,6 @@ from transformers import (
 )
 from trl.trainer.utils import add_fused_lm_head
 
-from ..budgets.features import CONSTANT, FEATURES, KEYS, SCORED, TOKENS
-from ..budgets.kept_bytes import count_kept_bytes
-from ..budgets.needs import HeadBytes, MemoryNeeds
 from ..core import upstream
 from ..core.device import GIB
 from ..core.flat.counts import BatchCounts
@@ -37,6 +34,9 @@ from ..core.model.casts import cast_inputs_once
 from ..core.model.flat_model import FlatModel
 from ..core.model.routes import choose_route
 from ..core.spelling import did_you_mean
+from .features import CONSTANT, FEATURES, KEYS, SCORED, TOKENS
+from .kept_bytes import count_kept_bytes
+from .needs import HeadBytes, MemoryNeeds
 
 # Weights and activations are bfloat16, as on GPUs. A 4-bit weight takes 4 bits and, on average, 0.127 bits of scales
 DTYPE, BYTES, BYTES_IN_4_BITS = torch.bfloat16, 2, 4.127 / 8
