@@ -13,8 +13,8 @@ For a model that does not train, log-probabilities of these rows are compared, a
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from ..model.flat_model import FlatModel
 from ..model.forward import is_pooled
 from . import probe
 from .comparison import NOISE_FACTOR, Tried, Values, Verdict, compare, relative_error
+from .tokens import embeddings_watched, gradients_at_tokens, scale_of, wrong_tokens
 from .training import (
     as_in_training,
     as_it_answers,
@@ -49,8 +50,6 @@ _BUILT_WITH = ("window_size", "sliding_window_size", "attention_window_size", "l
                "index_topk_blocks", "indexer_budget", "block_size", "local_attention_window_len")  # fmt: skip
 # Largest such limit for rows to exceed, and largest position limit for flat rows, on the CPU and on accelerators
 _LONGEST = (256, 2048), (1024, 8192)
-# Gradients below this share of the largest count as zero: rounding alone may produce them
-_NEGLIGIBLE = torch.finfo(torch.float32).eps ** 2
 # The most entries of a gradient that is compared whole. A larger one is multiplied by a random vector
 _WHOLE = 2**18
 # Least relative tolerance of answers: rounding in float32 stays below it, forgotten or misplaced context does not
@@ -141,17 +140,9 @@ class RowsInTraining:
         answers = output.logits.sum(1, keepdim=True) if is_pooled(self.model) else output.log_probs
         return answers[:, : self.length - 1].expand(-1, self.length - 1)
 
-    @contextmanager
-    def watched(self, inputs: Inputs) -> Iterator[list[torch.Tensor]]:
+    def watched(self, inputs: Inputs) -> AbstractContextManager[list[torch.Tensor]]:
         """Within this context, the list ends with the tensors whose gradients are those of the tokens of `inputs`."""
-        outputs: list[torch.Tensor] = []
-
-        def watch(module, args, output):
-            outputs.append(output if output.requires_grad or not torch.is_grad_enabled() else output.requires_grad_())
-            return output.clone()  # some models (GIT) write into it in place, which a leaf forbids
-
-        with self.model.get_input_embeddings().register_forward_hook(watch):
-            yield outputs
+        return embeddings_watched(self.model)
 
     def differentiate(
         self, inputs: Inputs, rows: Sequence[int] | None = None, weights: torch.Tensor | None = None
@@ -159,34 +150,17 @@ class RowsInTraining:
         """What the model computes for all rows, and the gradients of the losses of some, by default of all."""
         if not self.trains:
             return Pass(self.answers(inputs).double().cpu(), torch.empty(0), {})
-        batch: FlatBatch | None = inputs.get("flat_batch")
         parameters = [*self.parameters.values()]
-        # Small gradients underflow in float16: training scales its losses, too
-        scale = 2.0**8 if probe.compute_dtype(self.model) == torch.float16 else 1.0
         with self.watched(inputs) as embedded:
             log_probs = self.answers(inputs)
-            if not embedded:
-                raise RuntimeError("it does not compute with its input embeddings")
-            # Each slice embeds its own tokens, and one more if frequencies follow the longest position. Models with
-            # images embed all tokens at once, before their decoder
-            sizes = [self.length if batch is None else batch.input_ids.size(1)]
-            if batch is not None and 1 < len(batch.schedule.cuts) <= len(embedded) + 1:
-                sizes = np.diff(batch.schedule.cuts).tolist()
-            pieces = embedded[-len(sizes) :]
-            # Training differentiates outside of autocast, too. Within `watched`, since slices are computed again
+            # Training differentiates outside of autocast, too
             with probe.outside_autocast(self.model):
                 weighted = log_probs * (self.weights if weights is None else weights).to(log_probs)
-                loss = weighted[slice(None) if rows is None else [*rows]].sum() * scale
-                if batch and not loss.requires_grad:  # detached, or computed under `no_grad`
-                    loss = 0.0 * pieces[0].sum()
-                found = torch.autograd.grad(loss, [*pieces, *parameters], allow_unused=True)
+                loss = weighted[slice(None) if rows is None else [*rows]].sum() * scale_of(self.model)
+                batch: FlatBatch | None = inputs.get("flat_batch")
+                found = gradients_at_tokens(self.model, embedded, loss, self.length, batch, parameters)
         with probe.outside_autocast(self.model):
-            filled = [torch.zeros_like(x) if y is None else y for x, y in zip(pieces, found, strict=False)]
-            at_tokens = torch.cat([x[:, :size] for x, size in zip(filled, sizes, strict=True)], 1)
-            gradients: Sequence[torch.Tensor | None] = [at_tokens, *found[len(sizes) :]]
-            if batch is not None:
-                gradients = FlatModel.peers_of(self.model).gradients([at_tokens, *parameters], gradients, batch)
-            at_tokens, *others = [torch.zeros(()) if x is None else x.detach() for x in gradients]
+            at_tokens, *others = [torch.zeros(()) if x is None else x.detach() for x in found]
             names = (f"gradients of `{name}`" for name in self.parameters)
             of_weights = {name: _sketch(x).cpu() for name, x in zip(names, others, strict=True)}
         return Pass(log_probs.detach().double().cpu(), at_tokens.double().cpu(), of_weights)
@@ -226,7 +200,7 @@ class RowsInTraining:
             named = probe.not_finite(self.model)
             return Verdict(skipped=f"those of a row alone are not finite{f': {named}' * bool(named)}")
         for rows, found in zip(_GROUPS if self.trains and not self.unseen else (), passes, strict=False):
-            if failure := _wrong_tokens(found.at_tokens, dict(enumerate(expected.at_tokens)), index, rows):
+            if failure := wrong_tokens(found.at_tokens, dict(enumerate(expected.at_tokens)), [*index], rows):
                 return Verdict(failure=failure)
         flat = in_rows(passes)
         verdicts, tried = [], Tried(len(self.rows), self.length, batch.counts.computed)
@@ -300,7 +274,7 @@ class RowsInTraining:
                 log_probs, index = found.log_probs, inputs["flat_batch"].row_index.cpu()
             if found is not None:
                 alone = dict(zip(scored, self.alone.at_tokens, strict=True))
-                if failure := _wrong_tokens(found.at_tokens, alone, index, scored):
+                if failure := wrong_tokens(found.at_tokens, alone, [*index], scored):
                     return Verdict(failure=f"{failure}, in {where}")
             if is_random:
                 continue
@@ -362,31 +336,6 @@ def _without_effect(model: PreTrainedModel) -> str:
 def _worst(verdicts: Sequence[Verdict]) -> Verdict:
     """The verdict whose error is largest beside its tolerance."""
     return max(verdicts, key=lambda x: (math.isnan(x.error), x.error / x.tolerance))
-
-
-def _wrong_tokens(
-    flat: torch.Tensor, alone: Mapping[int, torch.Tensor], index: torch.Tensor, rows: Sequence[int]
-) -> str:
-    """
-    Check which tokens get gradient from `rows`: what is wrong, in words; empty if nothing is. `flat` is `(1, T, D)`,
-    `alone` has `(L, D)` of each of these rows, and `index` `(R, L)` holds the flat positions of each row's tokens.
-    """
-    if flat.size(1) <= index.max() or not flat.any():
-        return "no gradient reaches its input embeddings, as if its answers were detached or computed under `no_grad`"
-    if not flat.isfinite().all():
-        return "gradients are not finite"
-    touched = flat[0].any(1)
-    touched[index[rows]] = False
-    if leaks := touched[index].any(1).nonzero().tolist():
-        return f"row {leaks[0][0]} gets gradient from row {' or '.join(map(str, rows))}"
-    for row in rows:
-        sizes, expected = flat[0, index[row]].norm(dim=1), alone[row].norm(dim=1)
-        has, wanted = sizes > _NEGLIGIBLE * sizes.max(), expected > _NEGLIGIBLE * expected.max()
-        if lost := int((wanted & (sizes == 0)).sum()):
-            return f"row {row} forgets {lost} of its tokens"
-        if more := (has & (expected == 0)).nonzero().tolist():
-            return f"row {row} gets gradient at its token {more[0][0]}, which it does not alone"
-    return ""
 
 
 def _sketch(gradient: torch.Tensor) -> torch.Tensor:
