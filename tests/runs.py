@@ -9,6 +9,7 @@ assert_same(padded, ours)
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
@@ -47,6 +48,9 @@ NOISE = 2
 SUMMED = ("loss", "grad_norm", "entropy", "logps/chosen", "logps/rejected")
 
 LAYOUTS = ("flat", "shared")
+# How often runs look at the batches that they train on, unless they are told. `CHECK_STEPS=1 python -m pytest ...` has
+# every run of a test look at every step, which makes it twice as long
+CHECK_STEPS = int(os.environ.get("CHECK_STEPS", "0"))
 # What makes runs short and comparable, unlike TRL's defaults. Adam divides a gradient by its own size: an entry that is
 # nothing but rounding would move its weight by a full step, in either direction. Gradients of these models are about
 # 1e-2 per entry
@@ -114,6 +118,8 @@ def make_trainer(
         options["max_steps"] = steps
     if layout in LAYOUTS:
         options["prefix_sharing"] = layout == "shared"
+    if "check_steps" in of_config:
+        options["check_steps"] = CHECK_STEPS
     options |= {name: value for name, value in given.items() if name in of_config}
     arguments = {name: value for name, value in given.items() if name not in of_config}
     torch.manual_seed(0)  # adapters start alike, and completions are drawn alike

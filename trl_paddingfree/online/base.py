@@ -75,6 +75,14 @@ class Online(FlatTrainer):
         """How rows become flat in a pass with these `inputs`, whose rows the model may get in several calls."""
         return self.flatten
 
+    def rows_of_call(
+        self, flat_model: FlatModel, args: tuple[Any, ...], kwargs: Inputs
+    ) -> tuple[Inputs, FlatBatch] | None:
+        if flat_model.flatten is None or not kwargs.get("fused_lm_head"):
+            return super().rows_of_call(flat_model, args, kwargs)
+        rows, mask = kwargs["input_ids"], kwargs.get("attention_mask")
+        return kwargs, flat_model.flatten(rows, torch.ones_like(rows) if mask is None else mask, kwargs["labels"])
+
     def beside_rows(self, inputs: Inputs) -> Inputs:
         """The `inputs` of a pass that the model gets beside its rows."""
         return {}

@@ -11,6 +11,7 @@ if TYPE_CHECKING:  # the same bases, for editors and type checkers
     from ..data_checks.trainers import Online as CheckedOnline
     from ..groups.trainers import Online as GroupsOnline
     from ..images.trainers import Online as ImagesOnline
+    from ..proof.trainers import Online as ProofOnline
     from ..remembering.trainers import Online as RememberingOnline
     from ..resuming.trainers import Online as ResumingOnline
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # the same bases, for editors and type checkers
         ResumingOnline,
         RememberingOnline,
         CheckedOnline,
+        ProofOnline,
         ImagesOnline,
         GroupsOnline,
         BudgetsOnline,

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -11,7 +11,7 @@ from trl import DistillationConfig, DistillationTrainer
 
 from ..capabilities import module_of
 from ..core import upstream
-from ..core.flat.batch import IGNORE_INDEX
+from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..core.model.flat_model import FlatModel
 from ..core.trainers.configs import Arguments, PaddingFreeDistillationConfig
 from ..core.trainers.runtime import when_flat
@@ -34,6 +34,17 @@ def divergence(student: PreTrainedModel, teacher: PreTrainedModel) -> "HeadBytes
     kept = teacher.dtype.itemsize * teacher.config.get_text_config().hidden_size
     fused = module_of("budgets", "needs").fused_head(student)  # only budgets ask
     return replace(fused, tile=(per_row, rows), kept=kept, in_chunks=False)
+
+
+class _Rows(NamedTuple):
+    """The rows of a micro-batch."""
+
+    ids: torch.Tensor  # (R, L), as `mask`
+    mask: torch.Tensor
+    labels: torch.Tensor  # (R, L), on the host
+    scored: torch.Tensor  # (R, L-1), on the host: which tokens are scored, from the second one on
+    batch: FlatBatch
+    others: Inputs  # what models get beside
 
 
 class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
@@ -65,6 +76,7 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
     head_bytes = staticmethod(divergence)
     # The hidden states of a micro-batch's scored tokens, by model, with gradients or without: cached
     _states: Callable[[torch.nn.Module, bool], torch.Tensor]
+    _rows: _Rows  # of the same micro-batch
 
     def refuse_arguments(self, arguments: Arguments) -> None:
         super().refuse_arguments(arguments)
@@ -84,21 +96,17 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
     @when_flat
     def _compute_loss(self, unwrapped_student, inputs, num_items_in_batch):
         """TRL's loss over a single row, which holds all scored tokens."""
-        ids, mask = (torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], 1) for name in ("ids", "mask"))
-        scored = torch.cat([0 * inputs["prompt_mask"], inputs["completion_mask"] * inputs.get("tool_mask", 1)], 1)
-        host_ids, host_mask, scored = torch.stack([ids, mask, scored]).cpu()  # in one copy: each waits for the device
-        labels = host_ids.masked_fill(scored == 0, IGNORE_INDEX)
-        batch = self.flattener(inputs)(host_ids, host_mask, labels).to(ids.device, non_blocking=True)
-        others = self.beside_rows(inputs)
+        self._rows = rows = self._rows_of(inputs)
+        ids, mask = rows.ids, rows.mask
 
         @cache
         def states(model, has_gradients):
             if (flat_model := FlatModel.of(model)) is None:
                 raise self.forward_replaced(model)
-            return flat_model.hidden_states(batch, scored[:, 1:] > 0, **others)
+            return flat_model.hidden_states(rows.batch, rows.scored, **rows.others)
 
         self._states = states
-        ones = ids.new_ones(1, int(scored.sum()))
+        ones = ids.new_ones(1, int(rows.scored.sum()))
         no_prompt = ones[:, :0]
         row = {"prompt_ids": no_prompt, "prompt_mask": no_prompt, "completion_ids": ones, "completion_mask": ones}
         self.teacher_model.eval()  # DeepSpeed's engine returns nothing
@@ -109,7 +117,27 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
                 call(self.teacher_model, teacher, self._get_last_hidden_state, teacher, ids, mask, len(ids))
             return super()._compute_loss(unwrapped_student, row, num_items_in_batch)
         finally:
-            del self._states
+            del self._states, self._rows
+
+    def _rows_of(self, inputs: Inputs) -> _Rows:
+        ids, mask = (torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], 1) for name in ("ids", "mask"))
+        scored = torch.cat([0 * inputs["prompt_mask"], inputs["completion_mask"] * inputs.get("tool_mask", 1)], 1)
+        host_ids, host_mask, scored = torch.stack([ids, mask, scored]).cpu()  # in one copy: each waits for the device
+        labels = host_ids.masked_fill(scored == 0, IGNORE_INDEX)
+        batch = self.flattener(inputs)(host_ids, host_mask, labels).to(ids.device, non_blocking=True)
+        return _Rows(ids, mask, labels, scored[:, 1:] > 0, batch, self.beside_rows(inputs))
+
+    def rows_of_call(
+        self, flat_model: FlatModel, args: tuple[Any, ...], kwargs: Inputs
+    ) -> tuple[Inputs, FlatBatch] | None:
+        # TRL calls the student for the whole loss of some inputs, and within it, the teacher for its hidden states
+        inputs = next((x for x in args if isinstance(x, dict)), None)
+        rows = vars(self).get("_rows") if inputs is None else self._rows_of(inputs)
+        if rows is None:
+            return super().rows_of_call(flat_model, args, kwargs)
+        labels = rows.labels.to(rows.ids.device)
+        given = {"input_ids": rows.ids, "attention_mask": rows.mask, "labels": labels, "fused_lm_head": True}
+        return {**rows.others, **given}, rows.batch
 
     @when_flat
     def _get_last_hidden_state(self, unwrapped_model, *args, **kwargs):

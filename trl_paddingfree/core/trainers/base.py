@@ -15,8 +15,9 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from ..check.verdicts import NoVerdicts, Verdicts
 from ..data.lengths import has_images
 from ..data.task import Task
-from ..flat.batch import Inputs
+from ..flat.batch import FlatBatch, Inputs
 from ..flat.counts import BatchCounts, of_all_processes
+from ..model.flat_model import FlatModel
 from ..model.restored import attributes_set
 from ..versions import naming_versions, refuse_moved_names
 from . import refusals
@@ -156,6 +157,17 @@ class FlatTrainer(Trainer):
     def flat_models(self) -> list[torch.nn.Module]:
         """The models that compute batches, wrapped or not: the trained one first."""
         return [self.model] if self.ref_model is None else [self.model, self.ref_model]
+
+    def rows_of_call(
+        self, flat_model: FlatModel, args: tuple[Any, ...], kwargs: Inputs
+    ) -> tuple[Inputs, FlatBatch] | None:
+        """
+        The rows of a model's call with these arguments, as a model takes them, and their flat batch; `None` if the call
+        has none.
+        """
+        if (batch := kwargs.get("flat_batch")) is None:
+            return None
+        return {name: value for name, value in kwargs.items() if name != "flat_batch"}, batch
 
     def flat_base(self, model: torch.nn.Module) -> PreTrainedModel:
         """The transformers model under the wrappers of PEFT, DDP, DeepSpeed and torch.compile."""

@@ -11,6 +11,7 @@ if TYPE_CHECKING:  # the same bases, for editors and type checkers
     from ...data_checks.trainers import Collated as CheckedCollated
     from ...groups.trainers import Collated as GroupsCollated
     from ...images.trainers import Collated as ImagesCollated
+    from ...proof.trainers import Collated as ProofCollated
     from ...remembering.trainers import Collated as RememberingCollated
     from ...resuming.trainers import Collated as ResumingCollated
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # the same bases, for editors and type checkers
         ResumingCollated,
         RememberingCollated,
         CheckedCollated,
+        ProofCollated,
         ImagesCollated,
         GroupsCollated,
         BudgetsCollated,

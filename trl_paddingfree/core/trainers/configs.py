@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass
 from numbers import Integral
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from datasets import Dataset, IterableDataset
 from torch.utils.checkpoint import checkpoint
@@ -25,8 +25,9 @@ if TYPE_CHECKING:  # the same bases, for editors and type checkers
     from ...arranging.options import Options as ArrangingOptions
     from ...budgets.options import Options as BudgetsOptions
     from ...groups.options import Options as GroupsOptions
+    from ...proof.options import Options as ProofOptions
 
-    class ComposedOptions(GroupsOptions, BudgetsOptions, ArrangingOptions, CoreOptions):
+    class ComposedOptions(ProofOptions, GroupsOptions, BudgetsOptions, ArrangingOptions, CoreOptions):
         pass
 else:
 
@@ -39,7 +40,7 @@ logger = logging.get_logger(__name__)
 Arguments: TypeAlias = dict[str, Any]  # of TRL's trainers, by name
 
 # The values that a type allows, in words
-_ALLOWED: dict[object, str] = {bool: "`True` or `False`", int: "a whole number of at least 1", NoneType: "`None`"}
+_ALLOWED: dict[object, str] = {bool: "`True` or `False`", int: "a whole number of at least {least}", NoneType: "`None`"}
 # Minimum sizes: transformers would fail only after loading model and data. One token leaves nothing to predict
 _LEAST = {
     "per_device_train_batch_size": 1,
@@ -103,7 +104,8 @@ def refuse_wrong_options(config: Any) -> None:
     values = vars(config)
     if isinstance(config, PaddingFreeOptions):
         config.check_values()
-    for name, hint in get_type_hints(PaddingFreeOptions).items():
+    for name, hint in get_type_hints(PaddingFreeOptions, include_extras=True).items():
+        hint, least = get_args(hint) if get_origin(hint) is Annotated else (hint, 1)
         kinds = _kinds(hint)
         words = [kind for kind in kinds if isinstance(kind, str)]
         # TRL's own configurations have only some of the options
@@ -111,9 +113,9 @@ def refuse_wrong_options(config: Any) -> None:
             continue
         value = values[name]
         expected = [f"one of {', '.join(map(repr, words))}"] if words else []
-        expected += [phrase for kind, phrase in _ALLOWED.items() if kind in kinds]
+        expected += [phrase.format(least=least) for kind, phrase in _ALLOWED.items() if kind in kinds]
         kind = type(value) if value is None or isinstance(value, bool) else value
-        if isinstance(kind, Integral) and int(kind) >= 1:
+        if isinstance(kind, Integral) and int(kind) >= least:
             kind = int
         if kind not in kinds:
             meant = did_you_mean(str(value), words, f"{name}={{!r}}", 0.5)
@@ -188,7 +190,7 @@ class PaddingFreeOptions(ComposedOptions):
     Options of padding-free training, shared by all trainers and described by the help text of each field. A value that
     its type does not allow raises a `ValueError`.
 
-    >>> from dataclasses import dataclass
+    >>> from dataclasses import dataclass, fields
     >>> from trl import DPOConfig
     >>> from trl_paddingfree import PaddingFreeOptions
     >>> @dataclass

@@ -1,9 +1,12 @@
 """The options of the core, and how those of a capability join them: `configs.py` has the configurations with all."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from ..model.attention import BackendName
+
+# A whole number of at least 0
+Count = Annotated[int, 0]
 
 SHARING = "Compute a prefix once if several rows of a micro-batch start with it."
 
@@ -11,8 +14,8 @@ SHARING = "Compute a prefix once if several rows of a micro-batch start with it.
 def option(default: object, meaning: str) -> Any:
     """
     A dataclass field that the command line offers as an option, with a help text. Its annotation defines what is valid:
-    `bool` allows `True` and `False`, `int` whole numbers of at least 1, and `None` and the words of a `Literal`
-    themselves. Other types are left to `check_values`.
+    `bool` allows `True` and `False`, `int` whole numbers of at least 1, [`Count`] of at
+    least 0, and `None` and the words of a `Literal` themselves. Other types are left to `check_values`.
     """
     return field(default=default, metadata={"help": meaning})
 

@@ -163,7 +163,7 @@ class StartUpCheck:
             if flat_model is None or not vary.serves(flat_model):
                 continue
             trains = base is self.trained
-            skipped = self._why_no_gradients(model) if trains else "it does not train"
+            skipped = self.why_no_gradients(model) if trains else "it does not train"
             with self.in_precision():
                 key = self._key(base, model, flat_model.route, vary.name, skipped) if vary.lasts else ""
                 record = self._recalled(key)
@@ -199,7 +199,7 @@ class StartUpCheck:
         recomputes = learns and wanted and base.supports_gradient_checkpointing
         kwargs = vars(self.args)["gradient_checkpointing_kwargs"]
         routes = self.routes(base, route, fallback=self.options.flat_attention == "auto")
-        no_gradients = self._why_no_gradients(model) if trains else ""
+        no_gradients = self.why_no_gradients(model) if trains else ""
         with self.in_precision(), upstream.checkpointing(base, kwargs) if recomputes else nullcontext():
             key = self._key(base, model, route, repr(routes), trains, no_gradients, recomputes and repr(kwargs))
             record = self._recalled(key)
@@ -244,7 +244,7 @@ class StartUpCheck:
         found = self._gathered(crc32(routes.encode()))
         return record if found.all() and (found == found[0]).all() else None
 
-    def _why_no_gradients(self, model: torch.nn.Module) -> str:
+    def why_no_gradients(self, model: torch.nn.Module) -> str:
         """Why an engine cannot compute gradients of a model before training; empty if it can, or without an engine."""
         engine = self.accelerator.distributed_type
         if engine == DistributedType.DEEPSPEED and self.accelerator.unwrap_model(model) is not model:

@@ -1,0 +1,163 @@
+"""Trainers look at batches that they train on: the same bits as without, and an error at the first mistake."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.tiny import DATA, arguments, make_model
+from tests.runs import make_trainer, train
+from trl_paddingfree import PaddingFreeDPOConfig, UnprovenModelError
+from trl_paddingfree.registry import TRAINERS
+
+# Rounding of answers and gradients of these models in float32: sums over at most a few hundred terms
+ROUNDING = 1e-5
+
+
+def trained(task, check_steps, **given):
+    """A run that looks every so many steps."""
+    data = {} if "train_dataset" in given else {"train_dataset": DATA[task](16, 1)}
+    return train(make_trainer(task, "shared", check_steps=check_steps, logging_steps=1, **data, **given))
+
+
+def assert_same_bits(without, looked):
+    """The same weights, losses and norms, bit for bit."""
+    assert all(torch.equal(x, looked.weights[name]) for name, x in without.weights.items())
+    for one, other in zip(without.log_history, looked.log_history, strict=True):
+        measured = ("time", "second", "memory")
+        names = [name for name in one if not any(part in name for part in measured)]
+        assert [one[name] for name in names] == [other[name] for name in names]
+
+
+def assert_looked(run, times):
+    looks = run.trainer._looks
+    assert looks.number == times
+    assert looks.rows >= times
+    assert looks.largest_error < ROUNDING
+    assert looks.not_compared == []
+
+
+# How often each looks in two steps: a loss may call the model without gradients, too, or a reference
+LOOKS = {"dpo": 4, "sft": 2, "reward": 2, "kto": 4, "grpo": 2, "rloo": 4, "distillation": 4}
+
+
+@pytest.mark.parametrize("task", TRAINERS)
+def test_looks_leave_no_trace_in_training(task):
+    without, looked = (trained(task, every, steps=2) for every in (0, 1))
+    assert_same_bits(without, looked)
+    assert_looked(looked, LOOKS[task])
+
+
+@pytest.mark.parametrize(
+    ("task", "given"),
+    [
+        ("sft", {"model": {"attention_dropout": 0.3}}),
+        ("sft", {"neftune_noise_alpha": 5.0}),
+        ("sft", {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}),
+        ("sft", {"max_tokens_per_micro_batch": 24}),
+        ("dpo", {"max_tokens_per_micro_batch": 40}),
+        ("dpo", {"max_tokens_per_micro_batch": 30, "loss_type": "aot"}),
+        ("dpo", {"pad_to_multiple_of": 16}),
+        ("grpo", {"max_tokens_per_micro_batch": 60}),
+    ],
+    ids=str,
+)
+def test_looks_leave_no_trace_whatever_the_options(task, given):
+    def fresh():
+        options = dict(given)
+        if "model" in options:
+            options.update(arguments(task, model=make_model(**options.pop("model")), adapters=False))
+        return options
+
+    without, looked = (trained(task, every, steps=2, **fresh()) for every in (0, 1))
+    assert_same_bits(without, looked)
+    looks = looked.trainer._looks
+    assert looks.number
+    assert looks.largest_error < ROUNDING
+    assert all("in slices" in reason for reason in looks.not_compared)
+
+
+def test_it_looks_at_the_first_micro_batch_and_every_so_many_steps():
+    run = trained("sft", 2, steps=5)
+    assert_looked(run, 3)
+    errors = [entry.get("flat/check_error") for entry in run.log_history if "loss" in entry]
+    assert [error is not None for error in errors] == [True, False, True, False, True]
+
+
+def leaky_above(model, tokens):
+    """Flat rows of more `tokens` have each token see a little of the one before it, in training with gradients."""
+    mlp = model.base_model.layers[0].mlp
+    forward = mlp.forward
+
+    def wrong(states):
+        found = forward(states)
+        if states.size(0) > 1 or states.size(1) <= tokens or not states.requires_grad:
+            return found
+        return found + 1e-3 * found.roll(1, 1)
+
+    mlp.forward = wrong
+    return model
+
+
+@pytest.mark.parametrize("task", ["dpo", "sft", "grpo"])
+def test_a_mistake_ends_training_before_anything_is_learnt_of_it(task, tmp_path):
+    given = {**arguments(task, adapters=False), "train_dataset": DATA[task](16, 1)}
+    trainer = make_trainer(task, "shared", steps=2, check_steps=1, output_dir=str(tmp_path), **given)
+    leaky_above(trainer.model, 40)  # after the start-up check
+    before = {name: x.clone() for name, x in trainer.model.state_dict().items()}
+    with pytest.raises(
+        UnprovenModelError, match=r"before step 1, of \d+ rows and \d+ tokens, by «segment.*gradient"
+    ) as e:
+        trainer.train()
+    assert "`padding_free=False`" in str(e.value)
+    assert all(torch.equal(x, before[name]) for name, x in trainer.model.state_dict().items())
+    assert not any(parameter.grad is not None for parameter in trainer.model.parameters())
+
+
+def test_mismatched_rows_of_kto_are_compared():
+    trainer = make_trainer(
+        "kto", "shared", steps=1, check_steps=1, train_dataset=DATA["kto"](16, 1), **arguments("kto", adapters=False)
+    )
+    mlp = trainer.model.base_model.layers[0].mlp
+    forward = mlp.forward
+
+    def wrong(states):  # in the pass without gradients, which these rows have
+        is_flat = states.size(0) == 1 and states.size(1) > 40 and not torch.is_grad_enabled()
+        return forward(states) * (1.01 if is_flat else 1)
+
+    mlp.forward = wrong
+    with pytest.raises(UnprovenModelError, match="answers to row"):
+        trainer.train()
+
+
+def test_the_state_and_the_card_say_what_was_compared(tmp_path):
+    run = trained("dpo", 1, steps=2, output_dir=str(tmp_path), save_strategy="steps", save_steps=2)
+    looks = run.trainer._looks
+    state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    found = state["stateful_callbacks"]["Looks"]["attributes"]
+    assert found == looks.state()["attributes"]
+    assert found["number"] == 4
+    assert found["tokens"] > 100
+    run.trainer.create_model_card()
+    card = (tmp_path / "README.md").read_text()
+    assert f"4 of its batches ({looks.rows:,} rows, {looks.tokens:,} tokens) were computed row by row" in card
+    resumed = make_trainer("dpo", "shared", steps=3, check_steps=1, output_dir=str(tmp_path), **arguments("dpo"))
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed._looks.number == 6
+
+
+def test_without_looks_nothing_is_added(tmp_path):
+    run = trained("dpo", 0, steps=2, output_dir=str(tmp_path))
+    assert run.trainer._looks is None
+    assert not any("flat/check_error" in entry for entry in run.log_history)
+    run.trainer.create_model_card()
+    assert "row by row" not in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize("value", [-1, True, 0.5, "10"])
+def test_other_values_are_refused(value, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(f"`check_steps={value!r}`")):
+        PaddingFreeDPOConfig(str(tmp_path), check_steps=value, bf16=False)
+    assert not any(Path(tmp_path).iterdir())

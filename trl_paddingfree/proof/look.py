@@ -1,0 +1,332 @@
+"""One look at a call of a model that is being trained: the flat batch as it is, beside its rows one by one.
+
+The flat batch goes through the model as the step has it: in the same layout, by the same backend, with the same
+schedule, compiled if layers are. A random half of its rows is scored with random weights, and the sum is differentiated
+at the embeddings. Then each row goes through the model alone. Compared are
+
+- the answers to all rows,
+- *which* flat tokens get gradient, exactly, in any precision: none that is on no scored row, and all that a row alone
+  gives some,
+- the gradient at the tokens of each scored row with the sum of what the scored rows alone have there.
+
+Differences of a few units of rounding pass. Where there are larger ones, rounding is measured: by how much padding
+moves the answers and gradients of the same rows. Calls without gradients are compared by their answers.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..core.check.comparison import HALF_DIGITS_FACTOR, MOST_NOISE, NOISE_FACTOR, Verdict, relative_error
+from ..core.check.probe import outside_autocast, rounding_unit
+from ..core.check.tokens import embeddings_watched, gradients_at_tokens, scale_of, wrong_tokens
+from ..core.check.training import as_in_training, as_it_answers
+from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
+from ..core.model import architecture
+from ..core.model.flat_model import FlatModel
+from ..core.model.mixers import mixers
+from ..core.model.restored import attributes_set
+
+# Least tolerances of answers and gradients, in units of rounding: sums of many terms in another order differ by
+# several. In low precision, where so many would hide mistakes, more is measured, and gradients may differ by what the
+# start-up check allows
+_LEAST_UNITS, _LEAST_UNITS_IN_LOW_PRECISION = (16.0, 128.0), 2.0
+# Gradients of some rows are next to nothing: errors are relative to at least this share of the largest
+_LEAST_NORM = 0.01
+# By how many tokens rows are padded where rounding is measured: at another width, kernels round differently
+_WIDER = (5, 8)
+
+
+class Pass(NamedTuple):
+    """What the model computes for some rows."""
+
+    answers: torch.Tensor  # (R, N) float64, 0 where nothing is scored
+    at_tokens: torch.Tensor  # (T, D) gradients at the embeddings; empty if nothing was differentiated
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What one look found, on how many rows and tokens."""
+
+    verdict: Verdict
+    rows: int
+    tokens: int
+
+
+@dataclass
+class Rows:
+    """
+    The rows of a call, and their flat batch.
+
+    Args:
+        flat_model ([`FlatModel`]), call (`Callable`):
+            The model, and what is called in its place: the same model under the wrappers of an engine.
+        inputs (`dict`):
+            The arguments of the call: padded rows `(R, L)` and what goes with them.
+        batch ([`FlatBatch`]):
+            The flat batch of these rows.
+        given (`dict`, *optional*):
+            What the call has the flat batch by: by default, `flat_batch`.
+        trains (`bool`, *optional*, defaults to `True`):
+            Whether the call has gradients.
+        skipped (`str`, *optional*, defaults to `""`):
+            Why gradients cannot be compared; if given, nothing is differentiated.
+        seed (`int`, *optional*, defaults to `0`):
+            Draws the rows that are scored, and their weights.
+        largest (`Callable`, *optional*):
+            The largest of all processes' numbers: where weights are gathered in each pass, none may make one less.
+    """
+
+    flat_model: FlatModel
+    call: Callable
+    inputs: Inputs
+    batch: FlatBatch
+    given: Inputs | None = None
+    trains: bool = True
+    skipped: str = ""
+    seed: int = 0
+    largest: Callable[[int], int] = int
+    in_slices: set[int] = field(default_factory=set)  # rows alone that a budget has computed in slices
+
+    @cached_property
+    def mask(self) -> np.ndarray:
+        """`(R, L)` bool, on the host: where the rows have tokens."""
+        return self.batch.row_mask.cpu().numpy()
+
+    @cached_property
+    def numbers(self) -> list[int]:
+        """The rows that have tokens."""
+        return np.flatnonzero(self.mask.any(1)).tolist()
+
+    @cached_property
+    def scored(self) -> list[int]:
+        """The rows that are differentiated: a random half."""
+        order = np.random.default_rng(self.seed).permutation(self.numbers)
+        return sorted(order[: max(len(order) // 2, 1)].tolist())
+
+    @cached_property
+    def places(self) -> list[torch.Tensor]:
+        """The flat positions of the tokens of each row."""
+        return [index[mask] for index, mask in zip(self.batch.row_index, self.batch.row_mask, strict=True)]
+
+    def start(self, row: int) -> int:
+        """The column of the first answer to a row."""
+        return 0 if self.flat_model.is_pooled else int(self.mask[row].argmax())
+
+    def weighted(self, answers: torch.Tensor, row: int, start: int = 0) -> torch.Tensor:
+        """The sum of the answers to a row, `(N,)` from column `start` on, with a weight for each column."""
+        drawn = np.random.default_rng([self.seed, row]).uniform(0.5, 1.5, start + len(answers))
+        return (answers * torch.from_numpy(drawn[start:]).to(answers)).sum()
+
+    # --- passes -----------------------------------------------------------------------------------------------------
+
+    def flat(self) -> Pass:
+        """The flat batch as the step computes it."""
+        batch, given = self.batch, self.given
+        if given is None:
+            with torch.no_grad():  # as a budget schedules it, but without what it notes of passes that train
+                batch = self.flat_model.begin_pass(batch)
+            given = {"flat_batch": batch}
+        with torch.compiler.set_stance("default"):  # compiled layers as they are
+            return self._computed(self.inputs | given, self.scored, batch)
+
+    def alone(self, flat: Pass, wider: int = 0) -> Pass:
+        """
+        All rows, one by one, each padded by so many tokens on its right, arranged as the pass of their `flat` batch.
+        The gradients of rows that share a token add up.
+        """
+        answers, at_tokens = torch.zeros_like(flat.answers), torch.zeros_like(flat.at_tokens)
+        at_tokens = at_tokens.to(torch.promote_types(at_tokens.dtype, torch.float32))
+        # The rows alone are not made flat, whatever makes calls flat
+        plain = [(self.flat_model, "flatten", None), (self.flat_model, "padded", None)]
+        with attributes_set([*plain, *self._without_padded_calls()]):
+            for i in range(self.largest(len(self.numbers))):
+                row = self.numbers[min(i, len(self.numbers) - 1)]  # processes with fewer rows repeat the last one
+                found = self._one(row, wider)
+                start = self.start(row)
+                answers[row, start : start + found.answers.size(1)] = found.answers[0].to(answers.device)
+                if found.at_tokens.numel() and i < len(self.numbers):
+                    at_tokens.index_add_(0, self.places[row].to(at_tokens.device), found.at_tokens.to(at_tokens))
+        return Pass(answers, at_tokens)
+
+    def _without_padded_calls(self) -> list[tuple[object, str, object]]:
+        return [] if self.flat_model.padded is None else [(self.flat_model.padded, "is_off", True)]
+
+    def _one(self, row: int, wider: int = 0) -> Pass:
+        """One row alone, padded by so many tokens on its right; the gradients are those of its own tokens."""
+        columns = np.flatnonzero(self.mask[row])
+        start, stop = int(columns[0]), int(columns[-1]) + 1
+        pad_token = architecture.config_value(self.flat_model.model.config.get_text_config(), "pad_token_id")
+        fill = {"input_ids": pad_token or 0, "labels": IGNORE_INDEX}
+        number, width = self.mask.shape
+
+        def cut(name, value):
+            if not torch.is_tensor(value) or value.ndim < 2 or value.shape[:2] != (number, width):
+                return value
+            value = value[row : row + 1, start:stop]
+            return torch.nn.functional.pad(value, [0, wider], value=fill.get(name, 0)) if wider else value
+
+        inputs = {name: cut(name, value) for name, value in self.inputs.items()}
+        ids = inputs["input_ids"]
+        if wider and inputs.get("attention_mask") is None:
+            inputs["attention_mask"] = (torch.arange(ids.size(1), device=ids.device) < stop - start)[None].long()
+        batch = self._in_slices(inputs)
+        if batch is not None:
+            self.in_slices.add(row)
+            inputs["flat_batch"] = batch
+        found = self._computed(inputs, [0] if row in self.scored else [], batch, number=row)
+        answers = found.answers if self.flat_model.is_pooled else found.answers[:, : found.answers.size(1) - wider]
+        return Pass(answers, found.at_tokens[: stop - start])
+
+    def _in_slices(self, inputs: Inputs) -> FlatBatch | None:
+        """The flat batch of a row alone if a budget computes it in slices; `None` if it fits, or without a budget."""
+        if not self.flat_model.hooks or self.given is not None:
+            return None
+        ids = inputs["input_ids"]
+        row = {name: inputs.get(name) for name in ("attention_mask", "labels")}
+        mask = torch.ones_like(ids) if row["attention_mask"] is None else row["attention_mask"]
+        labels = None if row["labels"] is None or self.flat_model.is_pooled else row["labels"].cpu()
+        batch = self.flat_model.begin_pass(FlatBatch.from_padded(ids.cpu(), mask.cpu(), labels))
+        return batch.to(ids.device) if batch.schedule.cuts else None
+
+    def _computed(
+        self, inputs: Inputs, scored: Sequence[int], batch: FlatBatch | None = None, number: int | None = None
+    ) -> Pass:
+        """A call, and the gradients at its tokens of the `scored` rows in it; a row alone has a `number`."""
+        model, differentiates = self.flat_model.model, self.trains and not self.skipped and bool(scored)
+        with torch.set_grad_enabled(differentiates), embeddings_watched(model) as embedded:
+            answers = self._answers(inputs, number)
+            if not differentiates:
+                return Pass(answers.detach().double(), answers.new_empty(0))
+            with outside_autocast(model):
+                if number is None:
+                    weighted = [self.weighted(answers[row], row) for row in scored]
+                else:
+                    weighted = [self.weighted(answers[0], number, self.start(number))]
+                loss = torch.stack(weighted).sum() * scale_of(model)
+                length = inputs["input_ids"].size(1)
+                at_tokens, *_ = gradients_at_tokens(model, embedded, loss, length, batch)
+        assert at_tokens is not None
+        return Pass(answers.detach().double(), at_tokens[0].detach())
+
+    def _answers(self, inputs: Inputs, number: int | None) -> torch.Tensor:
+        """
+        `(R, N)`: the answers to the rows of a call: log-probabilities, 0 of tokens that are not scored, or of logits, a
+        sum with random weights for each token or, of a pooled head, the logits.
+        """
+        output = self.call(**inputs)
+        if self.flat_model.is_pooled:
+            return output.logits.flatten(1)
+        if "log_probs" in output:
+            is_scored = inputs["labels"][:, 1:] != IGNORE_INDEX
+            return torch.where(is_scored.to(output.log_probs.device), output.log_probs, 0)
+        vector = np.random.default_rng(self.seed).standard_normal(output.logits.size(-1))
+        with outside_autocast(self.flat_model.model):
+            values = output.logits @ torch.from_numpy(vector).to(output.logits)
+        return torch.where(self.batch.row_mask.to(values.device), values, 0) if number is None else values
+
+
+@contextmanager
+def untouched(flat_model: FlatModel) -> Iterator[None]:
+    """Restores what a model and its hooks note of their passes."""
+    holders = [flat_model, *flat_model.hooks]
+    with attributes_set((holder, name, value) for holder in holders for name, value in vars(holder).items()):
+        yield
+
+
+def look(rows: Rows) -> Looked:
+    """
+    Compare a flat batch with its rows alone, and leave the model, its buffers and all random states as they are. A call
+    with gradients is tried in training mode, without dropout or noise, and with weights off zero that start there;
+    others in evaluation mode.
+    """
+    model = rows.flat_model.model
+    beside = {name for hook in rows.batch.hooks for name in hook.takes if rows.inputs.get(name) is not None}
+    if rows.largest(bool(beside)):  # what of it belongs to a row alone is not known here
+        names = " and ".join(f"`{name}`" for name in sorted(beside)) or "what another process has beside its rows"
+        return Looked(
+            Verdict(
+                notes=(f"its batches were not compared, because they come with {names}",), error=0.0, tolerance=0.0
+            ),
+            0,
+            0,
+        )
+    trying = as_in_training(model, rows.call, every_layer=True) if rows.trains else as_it_answers(model)
+    with untouched(rows.flat_model), trying:
+        verdict = _verdict(rows)
+    notes = verdict.notes
+    if rows.skipped:
+        notes += (f"gradients were not compared, because {rows.skipped}",)
+    if rows.in_slices:
+        named = " and ".join(map(str, sorted(rows.in_slices)))
+        notes += (f"row {named} alone exceeds the budget, so that it was computed in slices, too",)
+    verdict = replace(verdict, notes=notes)
+    return Looked(verdict, len(rows.numbers), int(rows.mask.sum()))
+
+
+def _verdict(rows: Rows) -> Verdict:
+    model = rows.flat_model.model
+    flat = rows.flat()
+    expected = rows.alone(flat)
+    with outside_autocast(model):
+        if not all(values.isfinite().all() for values in expected):
+            found = Verdict(skipped="those of a row alone are not finite")
+        else:
+            found = _compared(rows, flat, expected)
+        # All processes measure rounding, or none does: their passes may wait for each other
+        if not rows.largest(not found.passed) or rows.largest(bool(found.failure)):
+            return found
+    again = rows.flat()
+    noises = [rows.alone(flat, wider) for wider in _WIDER]
+    for otherwise in mixers().rounding(model):
+        with otherwise:
+            noises.append(rows.alone(flat))
+    with outside_autocast(model):
+        if relative_error(again.answers, flat.answers) > rounding_unit(model):
+            return Verdict(skipped="it draws at random in training, or keeps something of earlier calls")
+        return _compared(rows, flat, expected, noises)
+
+
+def _compared(rows: Rows, flat: Pass, expected: Pass, noises: Sequence[Pass] = ()) -> Verdict:
+    """What differs most beside its tolerance, of answers and of gradients; `noises` are the rows alone with padding."""
+    if flat.at_tokens.numel():
+        alone = {row: expected.at_tokens[rows.places[row]] for row in rows.scored}
+        if failure := wrong_tokens(flat.at_tokens[None], alone, rows.places, rows.scored):
+            return Verdict(failure=failure)
+    unit = rounding_unit(rows.flat_model.model)
+    half = HALF_DIGITS_FACTOR * unit**0.5
+    least = [unit * number for number in _LEAST_UNITS]
+    if unit > torch.finfo(torch.float32).eps:
+        least = [unit * _LEAST_UNITS_IN_LOW_PRECISION, min(half, MOST_NOISE)]
+    verdicts = []
+    for errors, tolerance in zip((_errors_of_answers, _errors_of_gradients), least, strict=True):
+        if not (found := errors(rows, flat, expected)):
+            continue
+        worst = max(found, key=lambda name: (math.isnan(found[name]), found[name]))
+        measured = [x for each in noises for x in errors(rows, each, expected).values() if math.isfinite(x)]
+        most = min(NOISE_FACTOR * max(measured, default=0.0), max(half, MOST_NOISE))
+        verdicts.append(Verdict(found[worst], worst, max(tolerance, most)))
+    return max(verdicts, key=lambda x: (math.isnan(x.error), x.error / x.tolerance))
+
+
+def _errors_of_answers(rows: Rows, found: Pass, expected: Pass) -> dict[str, float]:
+    """By row, in words, how far answers are off, relative to their size or at least one nat."""
+    off, size = (x.pow(2).mean(1).sqrt() for x in (found.answers - expected.answers, expected.answers))
+    return {f"answers to row {i}": x for i, x in enumerate((off / size.clamp(min=1)).tolist())}
+
+
+def _errors_of_gradients(rows: Rows, found: Pass, expected: Pass) -> dict[str, float]:
+    """By scored row, in words, how far gradients at its tokens are off, relative to their size."""
+    if not found.at_tokens.numel():
+        return {}
+    off, size = (x.double().norm(dim=1) for x in (found.at_tokens - expected.at_tokens, expected.at_tokens))
+    norms = torch.stack([torch.stack([x[rows.places[row]].norm() for x in (off, size)]) for row in rows.scored])
+    least = _LEAST_NORM * norms[:, 1].max()
+    relative = norms[:, 0] / torch.maximum(norms[:, 1], least).clamp(min=1e-300)
+    return dict(zip((f"gradients of row {row}" for row in rows.scored), relative.tolist(), strict=True))

@@ -1,0 +1,183 @@
+"""When a trainer looks at the batches that it trains on, and what it says of them: `check_steps`."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather
+from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from ..core.check.prove import UnprovenModelError
+from ..core.flat.batch import FlatBatch, Inputs
+from ..core.model.flat_model import FlatModel
+from ..core.model.restored import Change, attributes_set
+from ..core.trainers.base import FlatTrainer
+from ..core.trainers.engine import is_sharded
+from ..core.trainers.runtime import when_flat
+from .look import Looked, Rows, look
+
+
+class Looks(TrainerCallback, ExportableState):
+    """
+    Looks at the first micro-batch of a run, and at that of every `check_steps` optimizer steps, before anything is
+    learnt of it: at the first call with gradients of the model that trains, and the first one without of each model.
+
+    What it counts is in the trainer's state, and so in `trainer_state.json`.
+    """
+
+    def __init__(self, trainer: "Proof"):
+        self.trainer = trainer
+        self.number = self.rows = self.tokens = 0  # how often it looked, and at how much
+        self.largest_error = 0.0
+        self.not_compared: list[str] = []  # what it could not look at, and why
+        self.logged_error: float | None = None  # the largest since the last log
+        self.is_first = True
+        self.hooks: list[Any] = []
+        self.forwards: list[Change] = []  # of models, which distillation replaces for the time of a call
+        self.seen: set[tuple[int, bool]] = set()  # which calls of the current step it has looked at
+
+    def state(self) -> dict[str, Any]:
+        """What is saved with a checkpoint."""
+        names = ("number", "rows", "tokens", "largest_error", "not_compared")
+        return {"args": {}, "attributes": {name: vars(self)[name] for name in names}}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.is_first = True
+        resumed = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
+        vars(self).update(resumed["attributes"] if resumed else {})
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self.is_first or state.global_step % self.trainer.flat.options.check_steps == 0:
+            self.is_first = False
+            models = dict.fromkeys([self.trainer.model_wrapped, *self.trainer.flat_models()[1:]])
+            bases = map(self.trainer.accelerator.unwrap_model, models)
+            self.forwards = [(base, "forward", base.forward) for base in bases]
+            self.hooks = [
+                model.register_forward_pre_hook(self._on_call, with_kwargs=True, prepend=True) for model in models
+            ]
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.forget()
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.forget()  # the first micro-batch of a step is enough
+
+    def forget(self) -> None:
+        """Look at no more calls of this step."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
+        self.seen.clear()
+
+    def _on_call(self, call: torch.nn.Module, args: tuple, kwargs: Inputs) -> None:
+        trains = torch.is_grad_enabled()
+        with attributes_set(self.forwards):
+            flat_model = FlatModel.of(call)
+            if flat_model is None or (id(flat_model), trains) in self.seen:
+                return
+            with torch.no_grad():  # rows that become flat with gradients count as trained
+                found = self.trainer.rows_of_call(flat_model, args, kwargs)
+            if found is not None:
+                self.seen.add((id(flat_model), trains))
+                self.look(flat_model, call, *found, trains=trains)
+
+    def look(
+        self, flat_model: FlatModel, call: torch.nn.Module, inputs: Inputs, batch: FlatBatch, trains: bool
+    ) -> None:
+        """Look at one call, and raise an [`UnprovenModelError`] if any process has found a mistake."""
+        trainer, check = self.trainer, self.trainer.flat.check
+        # Where weights are gathered in each pass, or slices exchanged, all processes compute equally many
+        together = is_sharded(trainer.accelerator) or flat_model.peers.name
+        skipped = check.why_no_gradients(call) if trains else ""
+        looked = look(
+            Rows(
+                flat_model,
+                call.module if isinstance(call, DistributedDataParallel) else call,
+                inputs,
+                batch,
+                trains=trains,
+                skipped=skipped,
+                seed=trainer.state.global_step,
+                largest=(lambda number: int(self._largest(number))) if together else int,
+            )
+        )
+        self._count(looked)
+        if not check.all_agree(looked.verdict.passed):
+            raise UnprovenModelError(self._explained(flat_model, looked))
+
+    def _largest(self, number: float) -> float:
+        """The largest of all processes. Not by the accelerator, which gathers nothing while it computes a part."""
+        return gather(torch.tensor([float(number)], device=self.trainer.accelerator.device)).max().item()
+
+    def _count(self, looked: Looked) -> None:
+        verdict = looked.verdict
+        self.number += bool(looked.rows)
+        self.rows, self.tokens = self.rows + looked.rows, self.tokens + looked.tokens
+        is_compared = bool(looked.rows) and verdict.passed and not verdict.skipped
+        error = self._largest(verdict.error if is_compared else -1.0)
+        if error >= 0:
+            self.largest_error = max(self.largest_error, error)
+            self.logged_error = max(self.logged_error or 0.0, error)
+        for reason in verdict.not_compared:
+            if reason not in self.not_compared:
+                self.not_compared.append(reason)
+                self.trainer.flat.check.say(f"`check_steps`: of step {self.trainer.state.global_step + 1}, {reason}.")
+
+    def _explained(self, flat_model: FlatModel, looked: Looked) -> str:
+        verdict, step = looked.verdict, self.trainer.state.global_step + 1
+        if verdict.passed:
+            return f"Before step {step}, another process has found a mistake, which its message names."
+        allowed = "" if verdict.failure else f", where rounding explains {verdict.tolerance:.1e}"
+        return (
+            f"{type(flat_model.model).__name__} computes the micro-batch before step {step}, of {looked.rows} rows and "
+            f"{looked.tokens} tokens, by «{flat_model.route}» differently from its rows one by one: {verdict.reason}"
+            f"{allowed}. Nothing was learnt from it, and checkpoints before it stay. Set `padding_free=False` to train "
+            "with padding, or another `flat_attention`."
+        )
+
+
+class Proof(FlatTrainer):
+    """Looks at batches that train."""
+
+    _looks: Looks | None = None  # once training has begun
+
+    @when_flat
+    def train(self, *args, **kwargs):
+        if self._looks is None and self.flat.options.check_steps:
+            self._looks = Looks(self)
+            self.add_callback(self._looks)
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self._looks is not None:
+                self._looks.forget()
+
+    @when_flat
+    def log(self, logs: dict[str, float], *args, **kwargs) -> None:
+        looks = self._looks
+        if looks is not None and looks.logged_error is not None and {"loss", "learning_rate"} <= logs.keys():
+            logs |= {"flat/check_error": looks.logged_error}
+            looks.logged_error = None
+        super().log(logs, *args, **kwargs)
+
+    @when_flat
+    def create_model_card(self, *args, **kwargs):
+        super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero() and (looks := self._looks) is not None and looks.number:
+            missing = "".join(f" Not compared: {reason}." for reason in looks.not_compared)
+            with (Path(self.args.output_dir) / "README.md").open("a", encoding="utf-8") as card:
+                card.write(
+                    f"\nWhile it trained, {looks.number} of its batches ({looks.rows:,} rows, {looks.tokens:,} tokens) "
+                    "were computed row by row, too: answers and gradients differed by at most "
+                    f"{looks.largest_error:.1e} of their size.{missing}\n"
+                )
+
+
+class Collated(Proof):
+    """For trainers with a collator."""
+
+
+class Online(Proof):
+    """For trainers that generate their rows."""
