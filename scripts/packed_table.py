@@ -150,12 +150,12 @@ reaches the window.
 ## All models of transformers {version}
 
 `python scripts/models.py --packed --output docs/packed.md` wrote this table, with tiny random models in float32 on the
-CPU. "By TRL" is with TRL's arguments, and "by `position_ids`" with `position_ids` alone. The attention is that with
-which transformers loads the model, or `flash_attention_2`, for which attention in plain PyTorch stands in. Figures are
+CPU. "By TRL" is with TRL's arguments, and "by `position_ids`" with `position_ids` alone. Attention is what
+transformers loads by default, or `flash_attention_2`, for which attention in plain PyTorch stands in. Figures are
 root mean squares in nats: how much log-probabilities move when other documents change (LEAKS), or how far they are from
 those of each document alone (INEXACT). Kernels of `mamba-ssm`, `causal-conv1d` and `flash-linear-attention` are not
-installed. With them, some layers with a state may keep documents apart if they are told the boundaries, as TRL tells
-them, and `position_ids` alone do not.
+installed. With them, some layers that carry state keep documents apart if they get the boundaries, as TRL gives them;
+`position_ids` alone do not suffice.
 """  # noqa: E501
 
 VISION_COLUMNS = (

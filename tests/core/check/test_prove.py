@@ -192,7 +192,7 @@ def test_without_what_knows_their_layers_models_with_a_state_are_refused_by_name
     model = make(model_type, "eager")
     with pytest.raises(UnprovenModelError, match=f"^{type(model).__name__} does not treat a flat batch") as refused:
         prove(model, choose_route(model))
-    assert "It carries state from token to token, in layers that are not known here." in str(refused.value)
+    assert "It carries state from token to token, in layers that this package does not know." in str(refused.value)
 
 
 def test_a_kernel_of_training_that_ignores_boundaries_is_caught(monkeypatch):

@@ -200,12 +200,12 @@ def why_refused(model: PreTrainedModel, failed: list[CheckResult]) -> list[str]:
     tables = [module for name, module in model.named_modules() if name.endswith("position_embeddings")]
     offset = max((x.padding_idx + 1 for x in tables if isinstance(x, torch.nn.Embedding) and x.padding_idx), default=0)
     obstacles = {
-        "It carries state from token to token, in layers that are not known here.": is_stateful
+        "It carries state from token to token, in layers that this package does not know.": is_stateful
         and not mixers().found(model),
         "It takes no `position_ids`: it counts positions along the whole flat row.": not takes_positions,
         f"It counts positions from {offset} rather than from 0.": offset > 0,
         "`config.is_decoder=False`: its tokens see those that follow.": config.get("is_decoder") is False,
-        "It raises errors for flat batches, like models that make their masks from a 2-D one.": all(
+        "It raises errors for flat batches, as models do that build their masks from a 2-D one.": all(
             result.failure for result in failed
         ),
     }
@@ -217,7 +217,7 @@ def why_refused(model: PreTrainedModel, failed: list[CheckResult]) -> list[str]:
             f"{best.tolerance:.1e} and one token of context does {best.effect:.1e}: wrong positions, forgotten "
             "context, or coarse arithmetic."
         ]
-    return reasons or ["Something in it does not ask where the sequences of a flat row begin."]
+    return reasons or ["One of its modules ignores where the sequences of a flat row begin."]
 
 
 class UnprovenModelError(ValueError):
