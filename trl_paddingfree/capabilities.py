@@ -2,7 +2,7 @@
 
 A folder may be deleted: what it adds is gone then, and everything else works. What it adds to the trainers lies in its
 `trainers.py`: `Collated` and `Online`, which are mixed in before the two bases of the trainers. Its options lie in its
-`options.py`: `Options`, which join [`~trl_paddingfree.PaddingFreeOptions`].
+`options.py`: `Options`, which join [`~trl_paddingfree.PaddingFreeOptions`]. docs/house.md adds one.
 """
 
 from importlib import import_module

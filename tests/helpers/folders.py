@@ -33,6 +33,7 @@ def needs(*folders: str) -> pytest.MarkDecorator:
 
 def skip_without(task: str, options: Mapping[str, Any]) -> None:
     """Skip the test that is running if a run of a `task` with these options needs a folder that is not there."""
-    named = {OF_TASK.get(task), *(OF_OPTION.get(name) for name, value in options.items() if value)} - {None}
-    if reason := missing(*filter(None, named)):
+    asked = {OF_OPTION[name] for name in options.keys() & OF_OPTION if options[name] not in (None, 1, "none")}
+    named = asked | ({OF_TASK[task]} if task in OF_TASK else set())
+    if reason := missing(*sorted(named)):
         pytest.skip(reason)
