@@ -31,6 +31,9 @@ def needs(*folders: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing(*folders)), reason=missing(*folders))
 
 
+STATES = needs("recurrent")  # of tests whose models have layers that carry states
+
+
 def skip_without(task: str, options: Mapping[str, Any]) -> None:
     """Skip the test that is running if a run of a `task` with these options needs a folder that is not there."""
     asked = {OF_OPTION[name] for name in options.keys() & OF_OPTION if options[name] not in (None, 1, "none")}

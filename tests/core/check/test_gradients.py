@@ -14,6 +14,7 @@ from tests.core.check.test_mutations import leak as mixed
 from tests.core.check.test_prove import SEGMENT, make
 from tests.helpers.architectures import MODEL_TYPES, NOT_BUILT, proven, with_head
 from tests.helpers.flat_and_padded import install, noise_of
+from tests.helpers.folders import STATES
 from tests.helpers.tiny import DTYPES, REENTRANT, SEED, SHARING, make_model
 from trl_paddingfree.core.check import probe, training
 from trl_paddingfree.core.check.gradients import RowsInTraining, check_gradients
@@ -254,6 +255,7 @@ def test_a_flat_row_beyond_what_the_check_reaches_is_refused_with_the_fix(model_
         model(input_ids=rows, labels=rows, flat_batch=batch, fused_lm_head=True)
 
 
+@STATES
 def test_padding_whose_embedding_is_zero_is_in_no_row():
     """Its gradient, which norms multiply by 1e10 here, would be one of rounding alone."""
     model = make("bamba", attention=None, seed=65001, attn_layer_indices=[])

@@ -16,6 +16,7 @@ from transformers.models.bamba import modeling_bamba
 
 from tests.helpers.architectures import proven, tiny_config, tiny_model, with_head
 from tests.helpers.flat_and_padded import install
+from tests.helpers.folders import STATES
 from tests.helpers.reference_flash import flash_attn_varlen_func, reference_flash
 from tests.helpers.reference_state import reference_state_kernels
 from tests.helpers.tiny import ADAPTERS, DTYPES, SEED, SHARING, lora
@@ -25,7 +26,7 @@ from trl_paddingfree.core.check.gradients import RowsInTraining, check_gradients
 from trl_paddingfree.core.check.probe import LEAK_FRACTION, RowsAlone
 from trl_paddingfree.core.check.prove import UnprovenModelError, check_flat, prove
 from trl_paddingfree.core.flat.batch import FlatBatch
-from trl_paddingfree.core.model import attention, flat_model, forward
+from trl_paddingfree.core.model import attention, flat_model, forward, told
 from trl_paddingfree.core.model.flat_model import FlatModel
 from trl_paddingfree.core.model.mixers import Mixers
 from trl_paddingfree.core.model.routes import Route, choose_route
@@ -110,7 +111,7 @@ def test_swallowed_keyword_arguments_do_not_lose_the_layout(model_type):
     model, seen = make(model_type), []
 
     def look(module, args, kwargs):
-        if isinstance(kwargs.get("attention_mask"), attention.FlatMask):
+        if isinstance(kwargs.get("attention_mask"), told.FlatMask):
             seen.append("unknown" in kwargs)
 
     for name, module in model.named_modules():
@@ -165,7 +166,8 @@ def test_a_window_that_does_not_reach_attention_is_caught_however_wide_it_is(win
         ("mistral", "sliding_window"),
         ("gemma3_text", "sliding_window"),
         ("llama4_text", "attention_chunk_size"),
-        ("recurrent_gemma", "attention_window_size"),  # which it calls `sliding_window`, too
+        # Which it calls `sliding_window`, too
+        pytest.param("recurrent_gemma", "attention_window_size", marks=STATES),
     ],
 )
 def test_limits_that_were_narrowed_are_as_wide_as_before(model_type, name):
@@ -195,6 +197,7 @@ def test_without_what_knows_their_layers_models_with_a_state_are_refused_by_name
     assert "It carries state from token to token, in layers that this package does not know." in str(refused.value)
 
 
+@STATES
 def test_a_kernel_of_training_that_ignores_boundaries_is_caught(monkeypatch):
     """Mamba layers take a fused kernel in training, and another in evaluation."""
     model = make("bamba")
@@ -286,7 +289,7 @@ def test_a_correct_mixture_in_bfloat16_passes(model_type):
 
 
 @ADAPTERS
-@pytest.mark.parametrize("model_type", ["gemma2", "llama", "qwen3_5_text"])
+@pytest.mark.parametrize("model_type", ["gemma2", "llama", pytest.param("qwen3_5_text", marks=STATES)])
 def test_what_is_exact_in_float32_is_exact_in_float64(model_type, adapters):
     """Some layers compute in float32 in any dtype, and eager attention in float64 may make NaN of padding."""
     model = make(model_type, attention="eager", dtype=torch.float64)
@@ -442,7 +445,7 @@ def test_a_model_that_padding_changes_is_not_believed():
 
 
 @DTYPES
-@pytest.mark.parametrize("model_type", ["gemma3_text", "lfm2", "gpt2"])
+@pytest.mark.parametrize("model_type", ["gemma3_text", pytest.param("lfm2", marks=STATES), "gpt2"])
 def test_a_model_with_many_new_tokens_is_exact(model_type, dtype):
     """New tokens have one embedding, the mean of the others: one of them in the place of another changes nothing."""
     model = tiny_model(model_type, attn_implementation="sdpa", seed=SEED, initializer_range=0.02)

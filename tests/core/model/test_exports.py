@@ -8,6 +8,7 @@ import torch
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.flat_and_padded import install
+from tests.helpers.folders import STATES
 from tests.helpers.tiny import ADAPTERS, arguments, make_model
 from tests.runs import TOLERANCE, run
 from trl_paddingfree import FlatModel
@@ -58,7 +59,13 @@ def test_trained_models(task, adapters):
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("model_type", "attention"),
-    [("gemma2", "eager"), ("gpt_oss", "eager"), ("mixtral", "sdpa"), ("lfm2", "sdpa"), ("mamba2", None)],
+    [
+        ("gemma2", "eager"),
+        ("gpt_oss", "eager"),
+        ("mixtral", "sdpa"),
+        pytest.param("lfm2", "sdpa", marks=STATES),
+        pytest.param("mamba2", None, marks=STATES),
+    ],
 )
 def test_architectures(model_type, attention):
     model = tiny_model(model_type, attn_implementation=attention)

@@ -21,6 +21,7 @@ from trl.trainer.reward_trainer import DataCollatorForPreference as DataCollator
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as TrlCollator
 
 from tests.helpers.architectures import tiny_model
+from tests.helpers.folders import STATES
 from tests.helpers.tiny import DATA, SEED, arguments, following_rotary, make_model, make_tokenizer
 from tests.runs import compare, make_trainer
 from trl_paddingfree import PreferenceCollator
@@ -182,7 +183,7 @@ COLLATORS["seq2seq, of 32"] = (lambda side: DataCollatorForSeq2Seq(tokenizer(sid
 
 
 @pytest.mark.drawn(4)
-@pytest.mark.parametrize("named", MODELS)
+@pytest.mark.parametrize("named", [pytest.param(x, marks=STATES) if x == "a state" else x for x in MODELS])
 def test_positions_and_padding_are_the_models(named):
     name, side, model_type, overrides = MODELS[named]
     made = tiny_model if model_type == "lfm2" else make_model  # of few layers, with both kinds among them
@@ -343,6 +344,7 @@ def test_what_has_another_meaning_is_refused_by_name(name):
         next(batches(collate))
 
 
+@STATES
 def test_padding_on_the_left_of_layers_that_carry_a_state_is_refused():
     given = batches(DataCollatorForSeq2Seq(tokenizer("left")), **arguments("sft", model=tiny_model("lfm2")))
     with pytest.raises(ValueError, match=r"\(DataCollatorForSeq2Seq\) pads row \d on the left, and the model carries"):

@@ -9,6 +9,7 @@ from tests import runs
 from tests.core.trainers.test_as_padded import language_modeling
 from tests.helpers.architectures import is_older, tiny_model
 from tests.helpers.flat_and_padded import flat_model
+from tests.helpers.folders import STATES
 from tests.helpers.tiny import ATTENTIONS, ROUTED, SEED, arguments, conversations, make_model, prompt_completions, saved
 from tests.runs import TOLERANCE, make_trainer, run
 from trl_paddingfree import FlatBatch
@@ -106,7 +107,7 @@ def test_packing_equals_trls_own(tokenizer, tmp_path, strategy):
 
 
 @pytest.mark.skipif(is_older("5.23"), reason="checkpoints of transformers cannot offload")
-@pytest.mark.parametrize("model_type", ["gpt2", "xlstm", "zamba2"])
+@pytest.mark.parametrize("model_type", ["gpt2", *(pytest.param(x, marks=STATES) for x in ("xlstm", "zamba2"))])
 def test_checkpoints_that_offload_the_mask(model_type, tokenizer, tmp_path):
     """These models hand the mask on by position, where a checkpoint saves it, and `offload` copies what is saved."""
     folder = saved(tmp_path, tiny_model(model_type, vocab_size=len(tokenizer)), tokenizer)
