@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from datasets import Dataset
 
 import trl_paddingfree
 from scripts.benchmark import tables
@@ -85,6 +86,13 @@ def test_the_pages_python_trains(example, monkeypatch, tmp_path, model_dir, visi
         "trl-lib/ultrafeedback_binarized": preference_data(8, 0),
         "trl-lib/Capybara": conversations(8, 0),
         "trl-lib/llava-instruct-mix": vision_completions(8, 0),
+        "openbmb/UltraFeedback": Dataset.from_list(
+            [{"instruction": "w1", "completions": [{"response": f"w{i}", "overall_score": i / 2} for i in range(4)]}]
+            * 2
+        ),
+        "berkeley-nest/Nectar": Dataset.from_list(
+            [{"prompt": " w1", "answers": [{"answer": f"w{i}", "rank": i} for i in range(1, 8)]}] * 2
+        ),
     }
     monkeypatch.setattr("datasets.load_dataset", lambda name, split: data[name])
     models = {"Qwen/Qwen3-0.6B": model_dir, "Qwen/Qwen2.5-VL-3B-Instruct": vision_dir}

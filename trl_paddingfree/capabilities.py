@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 # Those that add to the trainers and their options: what the first adds goes around what the others add
-ORDER = ("resuming", "remembering", "data_checks", "proof", "images", "groups", "budgets", "arranging")
+ORDER = ("resuming", "remembering", "answers", "data_checks", "proof", "images", "groups", "budgets", "arranging")
 
 
 def is_there(capability: str) -> bool:

@@ -4,6 +4,7 @@
     python -m scripts.benchmark --collators results         # time to collate 64 rows of 4,096 tokens
     python -m scripts.benchmark --casts results             # what casting inputs of adapters once saves
     python -m scripts.benchmark --compiled results          # kernels and bytes of a layer, compiled and eager
+    python -m scripts.benchmark --answers lengths/*.csv     # all pairs of several answers per prompt
     python -m scripts.benchmark --arranging lengths/*.csv   # what `arrange_micro_batches` changes
     python -m scripts.benchmark --hybrids lengths/*.csv     # operations of models whose layers carry state
     python -m scripts.benchmark --packing lengths/*.csv     # what packing changes against padding-free batches
@@ -52,7 +53,7 @@ BENCHMARKS = ROOT / "docs" / "benchmarks"
 # The studies, by their arguments: a folder to write to, files of lengths, or tasks with their data and a model
 OF_MACHINE, OF_LENGTHS, OF_MODEL = (
     ("casts", "collators", "compiled", "parts", "slices", "vision"),
-    ("arranging", "hybrids", "packing"),
+    ("answers", "arranging", "hybrids", "packing"),
     ("heads", "agreement"),
 )
 

@@ -63,7 +63,7 @@ class Collated(Arranging, collated.Collated):
         if alpha and not any("neftune_noise_alpha" in each for each in coupling):
             coupling.append(f"`neftune_noise_alpha={alpha}`, whose noise shrinks with the longest row,")
         refuse_to_move(self.flat.options, [*coupling, *self.weighed_by_micro_batch()])
-        refuse_to_look_ahead(self.flat.options, self.train_dataset, self.args, self.task.token_columns)
+        refuse_to_look_ahead(self.flat.options, self.train_dataset, self.args, self.token_columns)
 
     @when_flat
     def _get_train_sampler(self, *args, **kwargs):
@@ -75,7 +75,7 @@ class Collated(Arranging, collated.Collated):
             sampler = SeedableRandomSampler(sampler.data_source, data_seed=self.args.data_seed)
         batch_size = self._train_batch_size  # not that of `args`, which `auto_find_batch_size` does not lower
         if self.flat.options.arrange_micro_batches == "prefix":
-            arrange = by_prefix(self.train_dataset, self.task.token_columns[0])
+            arrange = by_prefix(self.train_dataset, self.token_columns[0])
         else:
             hidden_size = self.model.config.get_text_config().hidden_size
             work = example_work(self.example_lengths(), self.flat.trained.route.prefix_sharing, hidden_size)

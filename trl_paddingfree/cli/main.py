@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from ..capabilities import needed
+from ..capabilities import module_of, needed
 from ..core.versions import naming_versions
 from .load import NAME_THE_DATA, refuse_missing, refuse_unreachable
 from .options import LOADING, NO, OK, answer_at_once, make_parser, refuse, spelled
@@ -66,7 +66,7 @@ def print_json(value: Mapping[str, object]) -> None:
 def inspect(args: argparse.Namespace) -> int:
     """`trl-paddingfree inspect`."""
     at_least(1, args, "batch_size", "num_generations", "max_completion_length")
-    at_least(0, args, "max_length", "sample", "seed")
+    at_least(0, args, "max_length", "sample", "seed", "min_score_margin")
     refuse_missing(args.dataset, NAME_THE_DATA)
     if args.model is None and args.memory_gib is not None:
         raise ValueError(f"`--memory_gib {args.memory_gib}` needs `--model`, the model that has to fit.")
@@ -108,14 +108,20 @@ def inspect(args: argparse.Namespace) -> int:
             f"The data has images, and {args.tokenizer!r} is not a model that reads them as tokens. Name one that does "
             "in `--tokenizer`, or remove the column of images."
         )
+    columns = ["messages"] if args.one_sample_per_turn else dataset.column_names
+    answers = module_of("answers", "savings")
+    if is_of_answers := answers is not None and answers.is_of_answers(dataset):
+        columns = answers.AnswersOf.columns(dataset)
+    task, rows_of = task_of(columns, TASKS, () if images is None else [*filter(images.vision_collator, TASKS)]), None
+    if is_of_answers:
+        if with_images:
+            raise ValueError("The data has images and several answers per prompt: give each pair a row of its own.")
+        rows_of = answers.AnswersOf(task, answer_pairs=args.answer_pairs, min_score_margin=args.min_score_margin)
+        dataset = rows_of.with_pairs(dataset)
     report = measure(
         dataset,
         tokenizer,
-        task_of(
-            ["messages"] if args.one_sample_per_turn else dataset.column_names,
-            TASKS,
-            () if images is None else [*filter(images.vision_collator, TASKS)],
-        ),
+        task,
         [args.batch_size * factor for factor in (1, 2, 4, 8)],
         max_length=args.max_length or None,
         truncation_mode=args.truncation_mode,
@@ -124,6 +130,7 @@ def inspect(args: argparse.Namespace) -> int:
         in_order=args.one_sample_per_turn,
         num_generations=args.num_generations,
         max_completion_length=args.max_completion_length,
+        rows_of=rows_of,
         count_images=None if images is None else partial(images.image_counts, token_id),
     )
     figures = report.as_dict()

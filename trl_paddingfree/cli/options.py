@@ -183,7 +183,7 @@ def make_parser() -> OneLineParser:
         command.add_argument("--traceback", action="store_true", help=TRACEBACK)
         command.add_argument("--json", action="store_true", help="print JSON")
 
-        def option(name: str, meaning: str, default: str | int | None = None, **others):
+        def option(name: str, meaning: str, default: str | float | None = None, **others):
             """Add an option that has the type of its default."""
             if default is not None:
                 meaning = f"{meaning} (default: {default})"
@@ -208,6 +208,13 @@ def make_parser() -> OneLineParser:
     option("--one_sample_per_turn", "cut conversations into turns first, as `sft` does", action="store_true")
     option("--num_generations", "completions of each prompt, if the data has prompts only", 8)
     option("--max_completion_length", "tokens of each completion, if the data has prompts only", 256)
+    option(
+        "--answer_pairs",
+        "which pairs of a prompt's `completions` and `scores`",
+        "all",
+        choices=["all", "best", "extremes"],
+    )
+    option("--min_score_margin", "least difference of a pair's scores", 0.0)
     option("--sample", "rows to look at, 0 for all", 2000)
     option("--seed", "seed of the sample and the batches", 0)
     option("--model", "also predict memory: hub name or folder (its config only), or a shape such as llama-3-8b")

@@ -1,9 +1,9 @@
 """What padding wastes on a dataset and what sharing saves, counted on real batches, without a model."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from datasets import Dataset, concatenate_datasets
@@ -14,6 +14,46 @@ from ..capabilities import module_of
 from ..core.data.lengths import token_lengths
 from ..core.data.task import Task
 from ..core.flat.counts import BatchCounts, Counted
+
+
+class RowsOf(Protocol):
+    """The rows of a task, from raw data to batches: [`TextRows`], or those of a capability."""
+
+    unit: str  # what a row is, in the plural
+    task: Task
+
+    def prepare(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Dataset:
+        """The columns that the collator reads, as TRL makes them, given `max_length` and `truncation_mode`."""
+
+    def lengths(self, rows: Dataset) -> np.ndarray:
+        """`(rows, sequences)` int64: tokens of each sequence of each row, -1 for one that is not there."""
+
+    def collator(self, **options: Any) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
+        """The collator."""
+
+    def figures(self, rows: Dataset, total: BatchCounts) -> dict[str, float]:
+        """What else there is to say of `rows` whose batches have these counts in all."""
+
+
+class TextRows:
+    """Rows that each are one example of a task."""
+
+    def __init__(self, task: Task):
+        self.task, self.unit = task, task.unit
+
+    def prepare(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Dataset:
+        if self.task.prepare is None:
+            raise ValueError(f"The task {self.task.name!r} has no `prepare`: give it one that tokenizes raw data.")
+        return self.task.prepare(dataset, tokenizer, **options).select_columns(self.task.columns)
+
+    def lengths(self, rows: Dataset) -> np.ndarray:
+        return np.stack([token_lengths(rows, sequence).sum(1) for sequence in self.task.sequences], 1)
+
+    def collator(self, **options: Any) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
+        return self.task.make_collator(**options)
+
+    def figures(self, rows: Dataset, total: BatchCounts) -> dict[str, float]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -27,7 +67,9 @@ class WasteReport:
     num_dropped: int  # of those sampled: rows that TRL drops because nothing is left to learn from
     max_length: int | None
     lengths: tuple[int, ...]  # of every sequence before truncation, in tokens; two per preference pair
-    batches: dict[int, tuple[BatchCounts, ...]]  # by batch size, in the task's units
+    batches: dict[int, tuple[BatchCounts, ...]]  # by batch size, in `unit`s
+    unit: str  # what a row is, in the plural
+    more: dict[str, float] = field(default_factory=dict)  # figures of the rows of a capability
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain numbers, for JSON."""
@@ -36,6 +78,7 @@ class WasteReport:
         return {
             "task": self.task.name,
             **{name: vars(self)[name] for name in counted},
+            **self.more,
             "lengths": {
                 "mean": float(np.mean(self.lengths)),
                 "p50": p50,
@@ -81,6 +124,7 @@ def measure(
     seed: int = 0,
     in_order: bool = False,
     count_images: "Callable[..., Counted] | None" = None,
+    rows_of: RowsOf | None = None,
     **options: object,
 ) -> WasteReport:
     """
@@ -88,7 +132,8 @@ def measure(
 
     The `sample` and the batches are drawn at random or, with `in_order`, taken in order from the start. Data with
     images needs the model's processor in place of its tokenizer, and `count_images`, such as
-    [`~trl_paddingfree.images.savings.image_counts`]. `options` are passed to the task's collator.
+    [`~trl_paddingfree.images.savings.image_counts`]. `rows_of` are those of the task, if each is not one of its
+    examples. `options` are passed to the task's collator.
     """
 
     def order(number: int):
@@ -99,11 +144,13 @@ def measure(
         max_length = None
     if sample is not None and sample < num_rows:
         dataset = dataset.select(order(num_rows)[:sample])
+    rows_of, figures = rows_of or TextRows(task), None
     if count_images is not None:
         num_left, lengths, count = count_images(dataset, tokenizer, task, max_length, options)
     else:
         options |= {"max_length": max_length, "truncation_mode": truncation_mode}
-        num_left, lengths, count = _text_counts(dataset, tokenizer, task, in_order, options)
+        rows, lengths, count = _text_counts(dataset, tokenizer, rows_of, in_order, options)
+        num_left, figures = len(rows), partial(rows_of.figures, rows)
     if not num_left:
         raise ValueError(
             f"No row is left: all {len(dataset)} prompts fill `max_length={max_length}`. Raise `max_length`."
@@ -122,35 +169,35 @@ def measure(
         num_truncated=int(is_long.sum()) - num_dropped,
         num_dropped=num_dropped,
         max_length=max_length,
-        lengths=tuple(lengths.flatten().tolist()),
+        lengths=tuple(lengths[lengths >= 0].tolist()),
         batches=by_size,
+        unit=rows_of.unit,
+        more={} if figures is None else figures(sum(next(iter(by_size.values())), BatchCounts())),
     )
 
 
 def _text_counts(
-    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, task: Task, in_order: bool, options: dict[str, Any]
-) -> Counted:
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, rows_of: RowsOf, in_order: bool, options: dict[str, Any]
+) -> tuple[Dataset, np.ndarray, Callable[[np.ndarray], BatchCounts]]:
     """
     Count rows of text, tokenized as by TRL's trainers and collated as in training. Rows that are cut come last, unless
-    `in_order` keeps them in place, which takes longer.
+    `in_order` keeps them in place, which takes longer. Returns the rows, their lengths and what counts a batch.
     """
-    if task.prepare is None:
-        raise ValueError(f"The task {task.name!r} has no `prepare`: give it a function that tokenizes raw data.")
-    if task.name == "sft" and (checks := module_of("data_checks", "validate")) is not None:
+    if rows_of.task.name == "sft" and (checks := module_of("data_checks", "validate")) is not None:
         checks.refuse_unread_instructions(dataset, "inspected")
-    max_length, prepare = options["max_length"], partial(task.prepare, truncation_mode=options["truncation_mode"])
+    max_length, prepare = options["max_length"], partial(rows_of.prepare, truncation_mode=options["truncation_mode"])
     rows = prepare(dataset, tokenizer, max_length=None)
-    lengths = np.stack([token_lengths(rows, sequence).sum(1) for sequence in task.sequences], 1)
+    lengths = rows_of.lengths(rows)
     is_long = lengths.max(1) > (np.inf if max_length is None else max_length)
     if in_order:  # TRL does not say which rows it drops, so their places would be lost: cut all rows at once, or none
         is_long[:] = is_long.any()
     if is_long.any():  # only these can lose tokens, or be dropped
         cut = prepare(dataset.select(np.flatnonzero(is_long)), tokenizer, max_length=max_length)
         rows = concatenate_datasets([rows.select(np.flatnonzero(~is_long)), cut])
-    rows = rows.select_columns(task.columns).with_format("arrow")  # a table of rows is much faster than one by one
-    collator = task.make_collator(prefix_sharing=True, **options)
+    rows = rows.with_format("arrow")  # a table of rows is much faster than one by one
+    collator = rows_of.collator(prefix_sharing=True, **options)
 
     def count(index):
         return collator(rows[index].to_pylist())["flat_batch"].counts
 
-    return len(rows), lengths, count
+    return rows.with_format(None), lengths, count

@@ -1,6 +1,7 @@
 """Results as tables in the terminal."""
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 from rich.console import Console
@@ -29,7 +30,7 @@ def right(*heads: str) -> list[Column]:
 def print_waste(report: WasteReport) -> None:
     """What padding wastes and sharing saves, as a table."""
     figures = report.as_dict()
-    lengths, unit = figures["lengths"], report.task.unit
+    lengths, unit = figures["lengths"], report.unit
     sequence = "sequence" if report.task.truncates else "prompt"  # an option sets the length of completions to generate
     found = table(
         f"{report.task.name.upper()}: {report.num_sampled:,} of {report.num_rows:,} {unit}",
@@ -53,6 +54,13 @@ def print_waste(report: WasteReport) -> None:
         f"Tokens per {sequence}: mean {lengths['mean']:.0f}, median {lengths['p50']:.0f}, 90% under "
         f"{lengths['p90']:.0f}, 99% under {lengths['p99']:.0f}, longest {lengths['max']}."
     ]
+    if report.more:
+        more = SimpleNamespace(**report.more)
+        notes.append(
+            f"Pairs per prompt: {more.pairs_per_prompt:.1f}. Tokens per prompt: {more.tokens_of_one_pair_in_trl:,.0f} "
+            f"for one pair in TRL without padding, {more.tokens_of_all_pairs_in_trl:,.0f} for all of them, and "
+            f"{more.tokens_of_all_pairs:,.0f} for all of them here."
+        )
     if report.max_length is not None:
         notes.append(
             f"max_length {report.max_length} truncates {report.num_truncated:,} of {report.num_sampled:,} {unit} and "

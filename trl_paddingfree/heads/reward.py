@@ -74,4 +74,6 @@ class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
         return dict.fromkeys(("loss", "accuracy", "margin", "mean_reward"), len(inputs["input_ids"]) // 2)
 
     def example_lengths(self) -> np.ndarray:
-        return pair_lengths(self.train_dataset, *self.task.token_columns)
+        if self.token_columns != self.task.token_columns:  # they say what rows share
+            return super().example_lengths()
+        return pair_lengths(self.train_dataset, *self.token_columns)

@@ -6,6 +6,7 @@ from ..capabilities import classes_of
 from .base import Online
 
 if TYPE_CHECKING:  # the same bases, for editors and type checkers
+    from ..answers.trainers import Online as AnswersOnline
     from ..arranging.trainers import Online as ArrangingOnline
     from ..budgets.trainers import Online as BudgetsOnline
     from ..data_checks.trainers import Online as CheckedOnline
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # the same bases, for editors and type checkers
     class OnlineTrainer(
         ResumingOnline,
         RememberingOnline,
+        AnswersOnline,
         CheckedOnline,
         ProofOnline,
         ImagesOnline,

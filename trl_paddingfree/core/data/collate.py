@@ -12,9 +12,10 @@ from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 from trl.trainer.reward_trainer import DataCollatorForPreference as DataCollatorForReward
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from ...capabilities import classes_of
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from .lengths import Example
-from .rows import CollatedRows, Make, documents_of
+from .rows import AS_THEY_ARE, CollatedRows, Make, ReadAs, documents_of
 
 
 @dataclass
@@ -39,6 +40,8 @@ class FlatCollator(DataCollatorMixin):
             that are padded to this length or beyond have the frequencies of the padded rows.
         collate (`Callable`, *optional*):
             Another collator, from examples to rows, which takes the place of TRL's: see [`FlatCollator.of`].
+        read_as ([`~trl_paddingfree.core.data.rows.ReadAs`], *optional*):
+            How examples of the data set become those that TRL's collator reads. By default, they are the same.
 
     >>> from dataclasses import dataclass
     >>> from trl.trainer.dpo_trainer import DataCollatorForPreference
@@ -56,6 +59,7 @@ class FlatCollator(DataCollatorMixin):
     keeps_rows: bool = False
     rotary_limit: int | None = None
     collate: Callable[[list[Example]], Inputs] | None = None
+    read_as: ReadAs = AS_THEY_ARE
 
     # Rows per example; the first rows of all examples come first, then the second ones. `None`: two of a pair, else
     # the number of rows divided by that of examples. A collator that leaves out examples must set it
@@ -110,10 +114,11 @@ class FlatCollator(DataCollatorMixin):
         return make(rows["input_ids"], mask, self.row_labels(rows), **options)
 
     def __call__(self, features: list[Example], return_tensors: str | None = None) -> Inputs:
+        given, features = features, self.read_as.examples(features)
         rows = super().__call__(features, return_tensors) if self.collate is None else self.collate(features)
         if not self.padding_free:
             return rows
-        collated = self.collated_rows(rows, features)
+        collated = self.read_as.rows(self.collated_rows(rows, features), given)
         inputs = collated.with_flat(self)
         return {**inputs, "rows": collated} if self.keeps_rows else inputs
 
@@ -254,7 +259,7 @@ class UnpairedPreferenceCollator(FlatMismatchedCollator, DataCollatorForUnpaired
 
 
 def concatenated_inputs(
-    examples: list[dict[str, list[int]]],
+    examples: list[Example],
     *,
     padding_free: bool = True,
     prefix_sharing: bool = True,
@@ -270,7 +275,9 @@ def concatenated_inputs(
     them with `prefix_sharing=False`, or a model that has a [`FlatModel`] with the padded rows and a `flat_batch`.
 
     Args:
-        examples (`list[dict[str, list[int]]]`): Pairs with `"prompt_ids"`, `"chosen_ids"` and `"rejected_ids"`.
+        examples (`list[dict[str, list[int]]]`):
+            Pairs with `"prompt_ids"`, `"chosen_ids"` and `"rejected_ids"`, or prompts that a trainer has prepared with
+            their answers, which are written out as pairs.
         padding_free (`bool`, *optional*, defaults to `True`):
             Whether to lay the sequences out on one flat row with their boundaries (an `attention_mask` of ones would
             let them see each other), or on padded rows with an `attention_mask`.
@@ -300,6 +307,8 @@ def concatenated_inputs(
     collator = PreferenceCollator(
         pad_token_id, max_length, truncation_mode, pad_to_multiple_of, prefix_sharing=prefix_sharing
     )
+    for read_as in classes_of("collate", "Examples"):
+        examples = read_as().examples(examples)
     rows = collator(examples)
     if not padding_free:
         position_ids = (rows["attention_mask"].cumsum(1) - 1).clamp(min=0)

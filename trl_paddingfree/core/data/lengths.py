@@ -67,31 +67,36 @@ def truncated(lengths: np.ndarray, max_length: int | None, truncation_mode: str)
     if max_length is None:
         return lengths
     prompt, completions = lengths[:, :1], lengths[:, 1:]
-    rows = np.minimum(prompt + completions, max_length)
+    is_there, whole = completions >= 0, row_lengths(lengths)
+    rows = np.minimum(whole, max_length)
     if truncation_mode == "keep_start":
         shared = np.minimum(prompt, max_length)
     else:
-        is_cut = (rows < prompt + completions).any(1, keepdims=True)
-        are_equal = (completions == completions[:, :1]).all(1, keepdims=True)
-        room = np.maximum(max_length - completions[:, :1], 0)  # what equal completions leave to the prompt
+        is_cut = (rows < whole).any(1, keepdims=True)
+        longest = completions.max(1, keepdims=True)
+        are_equal = ((completions == longest) | ~is_there).all(1, keepdims=True)
+        room = np.maximum(max_length - longest, 0)  # what equal completions leave to the prompt
         shared = np.where(is_cut, are_equal * room, prompt)
-    return np.concatenate([shared, rows - shared], 1)
+    return np.concatenate([shared, np.where(is_there, rows - shared, -1)], 1)
 
 
 def row_lengths(lengths: np.ndarray) -> np.ndarray:
-    """`(examples, rows)` int64: tokens of each row of each example. `lengths` as in [`example_tokens`]."""
-    return lengths if lengths.shape[1] == 1 else lengths[:, :1] + lengths[:, 1:]
+    """
+    `(examples, rows)` int64: tokens of each row of each example, 0 for one that is not there. `lengths` as in
+    [`example_tokens`].
+    """
+    return lengths if lengths.shape[1] == 1 else np.where(lengths[:, 1:] < 0, 0, lengths[:, :1] + lengths[:, 1:])
 
 
 def example_tokens(lengths: np.ndarray, prefix_sharing: bool) -> np.ndarray:
     """
     `(examples,)` int64: tokens to compute for each example. `lengths` are the tokens of its prompt and of each
-    completion, `(examples, 1 + completions)`, or of its only row, `(examples, 1)`. A shared prompt is computed once,
-    except for its last token.
+    completion, `(examples, 1 + completions)`, or of its only row, `(examples, 1)`. Examples may have different numbers
+    of completions: the length of one that is not there is -1. A shared prompt is computed once, except for its last
+    token.
     """
-    rows = row_lengths(lengths)
     inherited = np.maximum(lengths[:, 0] - 1, 0) if prefix_sharing else 0
-    return rows.sum(1) - (rows.shape[1] - 1) * inherited
+    return row_lengths(lengths).sum(1) - _repeats(lengths) * inherited
 
 
 def example_work(lengths: np.ndarray, prefix_sharing: bool, hidden_size: int) -> np.ndarray:
@@ -103,5 +108,10 @@ def example_work(lengths: np.ndarray, prefix_sharing: bool, hidden_size: int) ->
     """
     rows = row_lengths(lengths)
     inherited = lengths[:, 0] ** 2 if prefix_sharing else 0
-    squares = (rows**2).sum(1) - (rows.shape[1] - 1) * inherited
+    squares = (rows**2).sum(1) - _repeats(lengths) * inherited
     return example_tokens(lengths, prefix_sharing) + squares / (12 * hidden_size)
+
+
+def _repeats(lengths: np.ndarray) -> np.ndarray | int:
+    """How often the prompt of each example is repeated in its rows."""
+    return np.maximum((lengths[:, 1:] >= 0).sum(1) - 1, 0)

@@ -22,7 +22,7 @@ class CollatedRows:
     """
 
     rows: Inputs  # the batch without its flat batch; values have one entry per row, per example, or for all
-    num_items: int  # number of examples, which are never divided
+    num_items: int  # number of examples, or of what else is never divided
 
     def take(self, examples: Sequence[int], collator: Any) -> "CollatedRows":
         """The rows of some examples, padded as they are in the whole batch."""
@@ -47,6 +47,24 @@ class CollatedRows:
     def with_flat(self, collator: Any) -> Inputs:
         """The rows plus their flat batch."""
         return {**self.rows, "flat_batch": collator.flatten(self.rows)}
+
+
+class ReadAs:
+    """
+    How the examples of a data set become those that TRL's collator reads, and the rows of these a batch: here, both are
+    the same. [`~trl_paddingfree.answers.collate.Examples`] writes prompts with several answers out as pairs.
+    """
+
+    def examples(self, examples: list[Example]) -> list[Example]:
+        """The examples that TRL's collator reads."""
+        return examples
+
+    def rows(self, rows: CollatedRows, examples: list[Example]) -> CollatedRows:
+        """The `rows` of what was read, with the `examples` of the data set as the items that are never divided."""
+        return rows
+
+
+AS_THEY_ARE = ReadAs()
 
 
 def generated_on_host(

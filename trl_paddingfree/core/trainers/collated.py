@@ -10,6 +10,7 @@ from ...coupling import own_steps
 from ..data.collate import FlatCollator
 from ..data.lengths import has_known_lengths, row_lengths, token_lengths
 from ..data.padded import PaddedRowsCollator
+from ..data.task import Columns
 from ..flat.batch import Inputs
 from ..flat.counts import BatchCounts
 from ..model.edits import refuse_lost_batch
@@ -71,9 +72,14 @@ class Collated(FlatTrainer):
         return getattr(self.data_collator, name, getattr(self.args, name, None))
 
     @property
+    def token_columns(self) -> Columns:
+        """Columns of the prepared training data that hold token ids: those of the task."""
+        return self.task.token_columns
+
+    @property
     def _knows_lengths(self) -> bool:
         collates_tokens = not self._is_vision_dataset and not isinstance(self.data_collator, PaddedRowsCollator)
-        return collates_tokens and has_known_lengths(self.train_dataset, self.task.token_columns)
+        return collates_tokens and has_known_lengths(self.train_dataset, self.token_columns)
 
     def exceeds(self, length: int) -> bool:
         """Whether a training row may be longer than `length`, with its padding to a multiple."""
@@ -93,8 +99,9 @@ class Collated(FlatTrainer):
         """
         Lengths of the training examples in tokens, after truncation, int64: of the prompt and of each completion,
         `(examples, 1 + completions)`, or of the row, `(examples, 1)`.
+        An example that has fewer completions than others has -1 for each that is not there.
         """
-        return token_lengths(self.train_dataset, self.task.token_columns)
+        return token_lengths(self.train_dataset, self.token_columns)
 
     def item_lengths(self) -> np.ndarray:
         """Like `example_lengths`, for the largest item that parts do not divide: by default, the whole example."""

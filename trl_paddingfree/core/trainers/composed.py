@@ -6,6 +6,7 @@ from ...capabilities import classes_of
 from .collated import Collated
 
 if TYPE_CHECKING:  # the same bases, for editors and type checkers
+    from ...answers.trainers import Collated as AnswersCollated
     from ...arranging.trainers import Collated as ArrangingCollated
     from ...budgets.trainers import Collated as BudgetsCollated
     from ...data_checks.trainers import Collated as CheckedCollated
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # the same bases, for editors and type checkers
     class CollatedTrainer(
         ResumingCollated,
         RememberingCollated,
+        AnswersCollated,
         CheckedCollated,
         ProofCollated,
         ImagesCollated,

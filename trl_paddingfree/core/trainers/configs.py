@@ -22,12 +22,13 @@ from ..spelling import did_you_mean
 from .options import SHARING, CoreOptions, option
 
 if TYPE_CHECKING:  # the same bases, for editors and type checkers
+    from ...answers.options import Options as AnswersOptions
     from ...arranging.options import Options as ArrangingOptions
     from ...budgets.options import Options as BudgetsOptions
     from ...groups.options import Options as GroupsOptions
     from ...proof.options import Options as ProofOptions
 
-    class ComposedOptions(ProofOptions, GroupsOptions, BudgetsOptions, ArrangingOptions, CoreOptions):
+    class ComposedOptions(AnswersOptions, ProofOptions, GroupsOptions, BudgetsOptions, ArrangingOptions, CoreOptions):
         pass
 else:
 

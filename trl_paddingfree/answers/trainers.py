@@ -1,0 +1,244 @@
+"""What data with several answers per prompt changes in a trainer of pairs: DPO's, and that of reward models."""
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset, IterableDataset
+
+from ..core.data.lengths import AnyDataset, Example, has_known_lengths
+from ..core.flat.batch import Inputs
+from ..core.flat.counts import of_all_processes
+from ..core.trainers import collated
+from ..core.trainers.base import FlatTrainer
+from ..core.trainers.configs import Arguments, given_datasets
+from ..core.trainers.runtime import Step
+from .collate import COLUMNS, PAIRS, REFERENCES, STARTS, Examples, answer_lengths, rows_of
+from .examples import LISTED, Choice, columns_of_answers, has_answers, parsed
+from .prepare import Preparation
+
+# Rows that are looked at before a model is loaded
+_FIRST = 100
+
+
+class OfPairs(FlatTrainer):
+    """Says of trainers that read no pairs that there is nothing for these options and this data to do."""
+
+    def refuse_arguments(self, arguments: Arguments) -> None:
+        if (choice := self._answer_choice) != Choice():
+            raise ValueError(f"{choice}: {self.trl_trainer.__name__} reads no pairs. Leave the options out.")
+        try:
+            super().refuse_arguments(arguments)
+        except ValueError as error:
+            if any(has_answers(next(iter(dataset), {})) for _, dataset in given_datasets(arguments)):
+                error.add_note(
+                    f"{self.trl_trainer.__name__} reads one answer per row: give each a row of its own. Rows that "
+                    "share a prompt share its computation."
+                )
+            raise
+
+    @property
+    def _answer_choice(self) -> Choice:
+        """Which pairs of a prompt's answers train."""
+        options: Any = self.flat.options
+        return Choice(options.answer_pairs, options.min_score_margin)
+
+
+class Collated(OfPairs, collated.Collated):
+    """For trainers with a collator."""
+
+    _reads_answers = False  # whether data was prepared that has several answers per prompt
+    _new_pairs = 0  # that this process has trained on since the last log
+
+    @property
+    def _trains_on_answers(self) -> bool:
+        """Whether the training data is prepared, of known lengths, and has several answers per prompt."""
+        return has_known_lengths(self.train_dataset, ("answer_ids", PAIRS))
+
+    # --- data -------------------------------------------------------------------------------------------------------
+
+    def _has_answers(self, dataset: Any) -> bool:
+        """Whether raw data of this task has several answers per prompt."""
+        if not isinstance(dataset, Dataset | IterableDataset):  # TRL says what is wrong with it
+            return False
+        first: Example = next(iter(dataset), {})
+        return has_answers(first) and {*self.task.token_columns}.isdisjoint(first)
+
+    def refuse_arguments(self, arguments: Arguments) -> None:
+        if self.task.unit != "pairs":
+            super().refuse_arguments(arguments)
+            return
+        found = {name: data for name, data in given_datasets(arguments) if self._has_answers(data)}
+        scored = [each for each in found.values() if "scores" in next(iter(each))]
+        if self._answer_choice != Choice() and not scored:
+            raise ValueError(
+                f"{self._answer_choice}: the options choose pairs by `scores`, and the data has none. All `chosen` "
+                "answers meet all `rejected` ones. Leave the options out."
+            )
+        # What else is checked of data is checked of pairs
+        pairs = {name: self._first_pairs(data, name) for name, data in found.items()}
+        evaluated = arguments.get("eval_dataset")
+        given = {"train_dataset": pairs.get("train", arguments.get("train_dataset"))}
+        if isinstance(evaluated, dict):
+            given["eval_dataset"] = {name: pairs.get(name, data) for name, data in evaluated.items()}
+        else:
+            given["eval_dataset"] = pairs.get("eval", evaluated)
+        super(OfPairs, self).refuse_arguments(arguments | given)
+
+    def _first_pairs(self, dataset: AnyDataset, name: str) -> AnyDataset:
+        """A pair of each of the first rows, after refusing what is wrong with them."""
+        if isinstance(dataset, Dataset):
+            if dataset.format["type"] == "custom":
+                raise ValueError(
+                    f"The {name} data has several answers per prompt, and a transform: apply it with `dataset.map`."
+                )
+            dataset = dataset.with_format(None)
+        first = list(islice(dataset, _FIRST))
+        self._refuse_other_columns(first[0], name)
+        found = []
+        for index, example in enumerate(first):
+            answers, _ = parsed(example, index, name, self._answer_choice)
+            columns = {*columns_of_answers(example)}
+            others = {column: value for column, value in example.items() if column not in columns}
+            found.append({**others, "chosen": answers[0], "rejected": answers[-1]})
+        if not isinstance(dataset, Dataset):
+            return IterableDataset.from_generator(found.__iter__)
+        if not any(parsed(example, index, name, self._answer_choice)[1] for index, example in enumerate(dataset)):
+            raise ValueError(
+                f"The {name} data has no pair: no prompt has two answers that differ in `scores` by "
+                f"{self._answer_choice}."
+            )
+        return Dataset.from_list(found)
+
+    def _refuse_other_columns(self, first: Example, name: str) -> None:
+        """Refuse columns beside several answers that this trainer would read for each pair, or cannot read."""
+        columns = " and ".join(f"`{column}`" for column in columns_of_answers(first))
+        if found := sorted({"image", "images"} & first.keys()):
+            raise ValueError(
+                f"The {name} data has a column `{found[0]}`, and several answers per prompt ({columns}): with images, "
+                "give each pair a row of its own. Rows that share a prompt share its computation."
+            )
+        if found := [column for column in self.task.reads if column not in LISTED and column in first]:
+            raise ValueError(
+                f"The {name} data has a column `{found[0]}`, which is one value for each pair, and several answers per "
+                f"prompt ({columns}): leave it out with `dataset.remove_columns('{found[0]}')`, or give each pair a "
+                "row of its own."
+            )
+
+    def _prepare_dataset(self, dataset, processing_class, args, *others):
+        *_, name = others
+        is_prepared = isinstance(dataset, Dataset | IterableDataset) and PAIRS in next(iter(dataset), {})
+        if not is_prepared and not self._has_answers(dataset):
+            return super()._prepare_dataset(dataset, processing_class, args, *others)  # type: ignore[misc]
+        if self.flat.pads:
+            raise ValueError(
+                f"The {name} data has several answers per prompt, which TRL does not read: set `padding_free=True`, or "
+                "give each pair a row of its own."
+            )
+        self._read_answers()
+        if is_prepared:  # `evaluate` prepares again
+            return dataset
+        self._first_pairs(dataset, name)
+
+        def as_trl(noted):
+            return self.trl_trainer._prepare_dataset(self, noted, processing_class, args, *others)
+
+        prepare = Preparation(as_trl, self._answer_choice, name, args.dataset_num_proc)
+        return prepare(dataset, args.main_process_first)
+
+    def _read_answers(self) -> None:
+        """Have the collator read answers, from now on."""
+        self._reads_answers = True
+        if self.flat.models:  # else, it is still to be made
+            self.data_collator = self.data_collator.changed(read_as=Examples())
+
+    def _flat_collator(self):
+        collator = super()._flat_collator()
+        return collator.changed(read_as=Examples()) if self._reads_answers else collator
+
+    def _set_signature_columns_if_needed(self):
+        super()._set_signature_columns_if_needed()
+        if self._reads_answers:
+            self._signature_columns: Any = list(dict.fromkeys([*self._signature_columns, *COLUMNS]))
+
+    def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
+        if not has_known_lengths(dataset, (PAIRS,)):
+            return super()._precompute_ref_logps(dataset, name, batch_size)
+        # Each answer once, as a pair with itself, whose two equal rows are computed once; or beside each other answer,
+        # on whose length its log-probability depends
+        beside = self.args.ld_alpha is not None
+        options = {"batched": True, "remove_columns": dataset.column_names, "fn_kwargs": {"beside": beside}}
+        logps = super()._precompute_ref_logps(dataset.map(_alone, **options), name, batch_size)["ref_chosen_logps"]
+        found, of_pairs = iter(logps), []
+        for starts, pairs in zip(dataset[STARTS], dataset[PAIRS], strict=True):
+            values = {key: next(found) for key in _distinct(starts, pairs, beside)}
+            of_pairs.append([[values[key] for key in _keys(starts, pair, beside)] for pair in pairs])
+        return dataset.add_column(REFERENCES, of_pairs)
+
+    # --- lengths ----------------------------------------------------------------------------------------------------
+
+    @property
+    def token_columns(self):
+        return ("prompt_ids", "answer_ids") if self._trains_on_answers else super().token_columns
+
+    def example_lengths(self) -> np.ndarray:
+        return answer_lengths(self.train_dataset) if self._trains_on_answers else super().example_lengths()
+
+    # --- figures ----------------------------------------------------------------------------------------------------
+
+    def after_init(self) -> None:
+        super().after_init()
+        if self._reads_answers:
+            self.flat.around_step.append(self._count_pairs)
+
+    def _count_pairs(self, step: Step, is_normalized: bool, inputs: Inputs) -> torch.Tensor:
+        """Around TRL's step."""
+        self._new_pairs += len(inputs["input_ids"]) // len(LISTED)
+        return step(inputs)
+
+    def logged_figures(self) -> dict[str, float]:
+        figures = super().logged_figures()
+        if not self._reads_answers:
+            return figures
+        of_processes, self._new_pairs = of_all_processes([self._new_pairs], self.accelerator), 0
+        # Groups of processes compute the same pairs
+        return figures | {"flat/pairs": of_processes.sum().item() * self.num_streams // self.accelerator.num_processes}
+
+    def create_model_card(self, *args, **kwargs) -> None:
+        super().create_model_card(*args, **kwargs)
+        if self._reads_answers and self.is_world_process_zero():
+            with Path(str(self.args.output_dir), "README.md").open("a", encoding="utf-8") as card:
+                card.write(f"\nPairs of several answers per prompt were chosen by {self._answer_choice}.\n")
+
+
+class Online(OfPairs):
+    """For trainers that generate their rows."""
+
+
+Key = tuple[int, int, int]  # an answer, another beside it, and where their prompt ends
+
+
+def _keys(starts: list[int], pair: list[int], beside: bool) -> list[Key]:
+    """What the log-probabilities of both answers of a pair depend on."""
+    (i, j), start = pair, min(starts[i] for i in pair)
+    return [(i, j if beside else i, start), (j, i if beside else j, start)]
+
+
+def _distinct(starts: list[int], pairs: list[list[int]], beside: bool) -> list[Key]:
+    """That of all pairs, each once."""
+    return [*dict.fromkeys(key for pair in pairs for key in _keys(starts, pair, beside))]
+
+
+def _alone(batch: dict[str, list], beside: bool) -> dict[str, list]:
+    """Pairs whose chosen answers are those of some examples, as [`_distinct`] lists them."""
+    alone = []
+    for values in zip(*batch.values(), strict=True):
+        example = dict(zip(batch, values, strict=True))
+        rows = rows_of(example)
+        for i, j, start in _distinct(example[STARTS], example[PAIRS], beside):
+            alone.append(
+                {"prompt_ids": rows[i][:start], "chosen_ids": rows[i][start:], "rejected_ids": rows[j][start:]}
+            )
+    return {name: [example[name] for example in alone] for name in ("prompt_ids", "chosen_ids", "rejected_ids")}
