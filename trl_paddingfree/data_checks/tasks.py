@@ -39,7 +39,7 @@ def has_tokens(dataset: AnyDataset, task: Task) -> bool:
 
 
 def _tokenized(task: Task) -> list[tuple[str, ...]]:
-    return [each for each in _READ[task.name][1] if each[0].endswith("_ids")] if task.name in _READ else []
+    return [each for each in _READ[task.name][1] if each[0].endswith("ids")] if task.name in _READ else []
 
 
 def refuse_given(trainer_class: Any, arguments: Arguments) -> None:
