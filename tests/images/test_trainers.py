@@ -30,8 +30,8 @@ from tests.helpers.vision import (
 )
 from tests.runs import assert_same, compare, make_trainer, run
 from trl_paddingfree import PaddingFreeDPOTrainer
+from trl_paddingfree.budgets import trainers as within
 from trl_paddingfree.core.model.edits import EditedRowsError
-from trl_paddingfree.core.trainers import collated
 from trl_paddingfree.images import check as check_vision
 from trl_paddingfree.images.check import check_images
 from trl_paddingfree.images.collate import (
@@ -93,8 +93,8 @@ def test_parts_with_images_come_last_and_not_beside_others_under_fsdp(engine, mo
         assert has_images == sorted(has_images)
         assert len(set(has_images)) == 2
         return
-    monkeypatch.setattr(collated, "is_sharded", lambda accelerator: True)
-    monkeypatch.setattr(collated, "of_all_processes", lambda values, _: torch.tensor([values] * 2))
+    monkeypatch.setattr(within, "is_sharded", lambda accelerator: True)
+    monkeypatch.setattr(within, "of_all_processes", lambda values, _: torch.tensor([values] * 2))
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
     with pytest.raises(ValueError, match="parts with images and parts without"):
         trainer.parts_of(inputs, False)
@@ -345,7 +345,7 @@ def test_statistics_over_all_images_are_refused():
 def test_positions_that_are_counted_by_something_unknown_are_refused():
     model, processor = make_vision("llava", seed=SEED)
     collator = VisionPreferenceCollator(processor, padding_free=True, rules=replace(vision_rules(model), patches=4))
-    with pytest.raises(ValueError, match="The model counts positions of image tokens by what this package does not"):
+    with pytest.raises(ValueError, match="The model counts positions of image tokens in a way that this package does"):
         collator([row for row in vision_pairs(8, SEED) if row["images"]])
 
 

@@ -118,7 +118,11 @@ class Budgets(FlatTrainer):
     def _in_parts(self, step: Step, is_normalized: bool, inputs: Inputs) -> torch.Tensor:
         """Around TRL's step."""
         assert self._steps is not None
-        return self._steps.run(step, self.parts_of(inputs, is_normalized))
+        parts, counts = self.parts_of(inputs, is_normalized), self.flat.counts.new
+        if parts[0].sizes is not None:  # which share less than the whole
+            total = sum((part.inputs["flat_batch"].counts for part in parts), BatchCounts())
+            counts[-1] = replace(counts[-1], computed=total.computed, repeated=total.repeated)
+        return self._steps.run(step, parts)
 
     def parts_of(self, inputs: Inputs, is_normalized: bool) -> list[Part]:
         """
@@ -203,12 +207,9 @@ class Collated(Budgets, collated.Collated):
         if "rows" not in inputs:
             refusals.refuse_lost_rows()
         assert self.planner is not None
-        batch, parts = inputs["flat_batch"], [Part(inputs)]
-        is_alone = self.accelerator.num_processes == 1
-        if not (is_alone and self.planner.is_whole(batch)) and not self._may_couple():
+        parts, is_alone = [Part(inputs)], self.accelerator.num_processes == 1
+        if not (is_alone and self.planner.is_whole(inputs["flat_batch"])) and not self._may_couple():
             parts = self._weighted_parts(inputs, is_normalized)
-            total = sum((part.inputs["flat_batch"].counts for part in parts), BatchCounts())
-            self.flat.counts.new[-1] = replace(batch.counts, computed=total.computed, repeated=total.repeated)
         return [replace(part, inputs={n: x for n, x in part.inputs.items() if n != "rows"}) for part in parts]
 
     def _weighted_parts(self, inputs: Inputs, is_normalized: bool) -> list[Part]:
