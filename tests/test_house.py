@@ -43,8 +43,7 @@ CORE = {
         "core/data",
     },
 }
-# Imports of capabilities that are still to be cut: nothing but the registry and the commands may name a capability
-TO_CUT: dict[str, set[str]] = {}
+# What may import capabilities: nothing else names one
 DOORS = ("__init__", "__main__", "capabilities", "cli", "registry")
 # Facts that several capabilities ask for (the first: the core, too), and that need nothing but the core
 SHARED = {"coupling", "spans"}
@@ -104,7 +103,7 @@ def test_the_core_imports_only_what_lies_below_it_and_nothing_but_doors_imports_
     assert in_circles(CORE) == []
     assert {part: imported[part] - core for part in SHARED} == dict.fromkeys(SHARED, set())
     others = {part: imported[part] - core - SHARED - {"capabilities"} for part in imported if part not in DOORS}
-    assert {part: names for part, names in others.items() if names} == TO_CUT
+    assert {part: names for part, names in others.items() if names} == {}
 
 
 def test_files_import_each_other_by_no_way_and_by_few_for_annotations():
