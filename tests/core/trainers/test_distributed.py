@@ -5,6 +5,7 @@ import subprocess
 import pytest
 
 from tests.helpers.architectures import tiny_model
+from tests.helpers.folders import needs
 from tests.helpers.launching import (
     ROOT,
     TIMEOUT,
@@ -117,6 +118,7 @@ def test_zero_trains_what_one_process_trains(folder_of, tmp_path, engine):
     assert_trains_as_one(folder_of, tmp_path, cases, engine, "DEEPSPEED")
 
 
+@needs("arranging", "budgets")
 def test_two_processes_train_as_with_padding(model_dir, tmp_path):
     """
     Balanced micro-batches, token budgets and evaluations that do not divide, beside TRL and one process.
