@@ -15,6 +15,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from tests.helpers.architectures import tiny_model, with_head
 from tests.helpers.flat_and_padded import flat_model, install, tree
+from tests.helpers.folders import skip_without
 from tests.helpers.random_draws import MODEL_TYPES
 from tests.helpers.tiny import DATA, ROUTED, SEED, make_model
 from tests.runs import LAYOUTS, PER_MICRO_BATCH, assert_same, make_trainer, run, train
@@ -179,6 +180,7 @@ LATER = {
 @pytest.mark.parametrize("name", LATER)
 def test_later_edits_are_refused(model_dir, name):
     task, (edit, options, message) = name.split(",")[0], LATER[name]
+    skip_without(task, options)
     with pytest.raises(EditedRowsError, match=message):
         run(task, "ours", trainer_class=stepping(TRAINERS[task], edit), **common(task, model_dir, **options))
 
