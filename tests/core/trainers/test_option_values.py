@@ -8,12 +8,14 @@ import pytest
 import torch
 from trl import DPOConfig, TrlParser
 
+from tests.helpers.folders import needs
 from tests.helpers.tiny import make_model, preference_data
 from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeDPOTrainer, PaddingFreeSFTConfig
 from trl_paddingfree.core.trainers.configs import PaddingFreeOptions, train_where_one_can
 from trl_paddingfree.registry import TRAINERS
 
 COMMON = {"output_dir": "unused", "bf16": False, "report_to": "none", "use_cpu": True}
+pytestmark = needs("arranging", "budgets")  # whose options have most of the values that can be wrong
 MOST = "max_tokens_per_micro_batch"
 WRONG = [
     (
