@@ -8,6 +8,7 @@ from accelerate import Accelerator, DistributedType
 from transformers import TrainingArguments
 
 from tests.helpers.architectures import tiny_model, with_head
+from tests.helpers.folders import needs
 from tests.helpers.reference_flash import reference_flash
 from tests.helpers.tiny import arguments
 from tests.helpers.vision import on_vision_data
@@ -103,6 +104,7 @@ def test_slices_of_a_model_that_draws_at_random_are_not_compared_either(caplog):
     assert re.search(said, caplog.text)
 
 
+@needs("images")
 def test_that_gradients_were_compared_without_images_stands_in_the_log(caplog):
     make_trainer("dpo", "ours", **on_vision_data("dpo", "gemma3"))
     (line,) = (message for message in caplog.messages if message.startswith("Padding-free"))

@@ -10,15 +10,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.helpers.folders import needs
 from tests.helpers.random_draws import ARCHITECTURES, HYBRIDS, MODEL_TYPES, TASKS, draw
 from tests.helpers.random_runs import off_by, outcome
 from tests.helpers.tiny import SEED
 from tests.runs import Run
 
+OF_ALL = needs("arranging", "budgets", "heads", "online", "recurrent", "slices")  # draws combine what these add
 DRAWS = int(os.environ.get("TRL_PADDINGFREE_DRAWS", "10"))
 
 
 @pytest.mark.trl_1
+@OF_ALL
 @pytest.mark.drawn(6)
 @pytest.mark.parametrize("seed", range(SEED * 1000, SEED * 1000 + DRAWS))
 def test_a_random_draw_trains_as_padded_trl_does(seed):
@@ -27,6 +30,7 @@ def test_a_random_draw_trains_as_padded_trl_does(seed):
 
 
 @pytest.mark.trl_1
+@OF_ALL
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("seed", [37, 97, 51, 60, 99, 122, 152])
 def test_draws_are_compared_and_not_all_refused(seed):

@@ -62,7 +62,11 @@ PREFIX_TUNING = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
 GOOD = {"prompt": "w1", "chosen": "w2", "rejected": "w3"}
 # Task, what it is given, and what is said of it
 REFUSED = {
-    "images": ("dpo", {"train_dataset": Dataset.from_list([{**GOOD, "image": [1]}])}, "appears to be vision-related"),
+    "images": (
+        "dpo",
+        {"train_dataset": Dataset.from_list([{**GOOD, "image": [1]}])},
+        "appears to be vision-related|trains on text only",
+    ),
     "images of rewards": (
         "reward",
         {"train_dataset": Dataset.from_list([{**GOOD, "images": [1]}])},
@@ -71,7 +75,7 @@ REFUSED = {
     "images of SFT": (
         "sft",
         {"train_dataset": Dataset.from_list([{"messages": user("w1"), "images": [1]}])},
-        "appears to be vision-related",
+        "appears to be vision-related|trains on text only",
     ),
     "a list": ("dpo", {"train_dataset": [GOOD]}, "must be a `Dataset` or `IterableDataset`, got `list`"),
     "a dict of columns": (
