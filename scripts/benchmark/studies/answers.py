@@ -48,9 +48,9 @@ class Setup:
 
 # Of 16 answers, TRL on 120 pairs would take minutes for each micro-batch
 ON_TWO_CORES = (
-    Setup("", 4, 2, 2, num_layers=4),
-    Setup("", 8, 1, 2, num_layers=4, rounds=3),
-    Setup("", 16, 1, 2, (OURS_BEST, OURS), num_layers=4),
+    Setup("", 4, 2, 2, rounds=3, max_length=512, num_layers=2),
+    Setup("", 8, 1, 1, rounds=3, max_length=512, num_layers=2),
+    Setup("", 16, 1, 1, (OURS_BEST, OURS), max_length=512, num_layers=2),
 )
 ON_ACCELERATOR = (
     Setup("", 4, 2, 8),
