@@ -25,7 +25,7 @@ from trl_paddingfree.registry import TRAINERS
 TIMEOUT = 360  # seconds for importing, and for each run: compiling takes one a minute on a quiet machine
 # Options of these runs, beside those of trainers: what they train on, and what happens to it
 OWN = ("lora", "resume", "fail_on_rank", "evaluate", "images", "tokens_in_memory")
-OWN += ("on_disk", "unscored", "streams", "differs", "leaks")
+OWN += ("on_disk", "unscored", "streams", "differs", "leaks", "answers")
 
 
 def tokens_to_score_in_every_second_pair() -> Dataset:
@@ -35,6 +35,12 @@ def tokens_to_score_in_every_second_pair() -> Dataset:
         ids = [rng.randrange(5, 60) for _ in range(rng.randint(2, 20))]
         rows.append({"input_ids": ids, "labels": ids if i // 2 % 2 == 0 else [-100] * len(ids)})
     return Dataset.from_list(rows)
+
+
+def with_answers(row: dict) -> dict:
+    """A pair as a prompt with its answers, of which there are three: three pairs."""
+    answers = [row["chosen"], row["rejected"], row["chosen"] + row["rejected"]]
+    return {"prompt": row["prompt"], "completions": answers, "scores": [2.0, 1.0, 0.0]}
 
 
 def run(task: str, model: str, folder: str | Path, options: dict) -> None:
@@ -67,6 +73,8 @@ def train(task: str, model: str, output: Path, settings: dict, monkeypatch: pyte
     if own.images:
         data, given["max_length"] = {"dpo": vision_pairs, "sft": vision_messages}[task], None
     given["train_dataset"] = data(24 if own.images else 48, seed=1)
+    if own.answers:  # as many for each prompt, so that micro-batches of two processes weigh alike
+        given["train_dataset"] = Dataset.from_list([with_answers(row) for row in given["train_dataset"]])
     if own.unscored:
         given["train_dataset"] = tokens_to_score_in_every_second_pair()
         given["dataset_kwargs"] = {"skip_prepare_dataset": True}
