@@ -332,7 +332,7 @@ def test_a_collator_of_the_users_own_that_calls_ours_is_used_and_left_as_it_is()
 def test_the_losses_that_are_listed_are_those_that_trl_computes():
     """TRL names them in its documentation, and compares with them in its code."""
     listed = {task: valid_losses(trainer.config_class) for task, trainer in TRAINERS.items()}
-    assert {task for task, losses in listed.items() if losses} == {"dpo", "sft", "kto", "grpo"}
+    assert {task for task, losses in listed.items() if losses} == {"dpo", "sft", "kto", "grpo"} & TRAINERS.keys()
     for task, losses in listed.items():
         source = inspect.getsource(sys.modules[TRAINERS[task].trl_trainer.__module__])
         computed = {*re.findall(r'(?<!args\.)loss_type == "(\w+)"', source)}
