@@ -161,3 +161,15 @@ def test_other_values_are_refused(value, tmp_path):
     with pytest.raises(ValueError, match=re.escape(f"`check_steps={value!r}`")):
         PaddingFreeDPOConfig(str(tmp_path), check_steps=value, bf16=False)
     assert not any(Path(tmp_path).iterdir())
+
+
+@pytest.mark.parametrize(("dtype", "step"), [(torch.float32, 1), (torch.bfloat16, 3)], ids=str)
+def test_what_rounding_may_do_once_has_to_recur_in_low_precision(dtype, step):
+    """A size that is wrong, of answers, and no leak."""
+    given = arguments("sft", model=make_model(dtype=dtype), adapters=False)
+    trainer = make_trainer("sft", "shared", steps=4, check_steps=1, train_dataset=DATA["sft"](16, 1), **given)
+    mlp = trainer.model.base_model.layers[0].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x) * (2 if x.size(0) == 1 and x.size(1) > 40 else 1)
+    with pytest.raises(UnprovenModelError, match=f"before step {step}, of"):
+        trainer.train()

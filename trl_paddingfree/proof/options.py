@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from ..core.trainers.options import CoreOptions, Count, option
 
 # The smallest number that costs at most 1 % of the time of training, see `docs/accuracy.md`
-EVERY = 500
+EVERY = 250
 
 
 @dataclass
