@@ -9,7 +9,7 @@ from tests import runs
 from tests.core.trainers.test_as_padded import language_modeling
 from tests.helpers.architectures import is_older, tiny_model
 from tests.helpers.flat_and_padded import flat_model
-from tests.helpers.folders import STATES
+from tests.helpers.folders import STATES, needs
 from tests.helpers.tiny import ATTENTIONS, ROUTED, SEED, arguments, conversations, make_model, prompt_completions, saved
 from tests.runs import TOLERANCE, make_trainer, run
 from trl_paddingfree import FlatBatch
@@ -163,6 +163,7 @@ def test_a_packed_document_does_not_move_when_its_neighbour_changes(attention):
     assert not torch.equal(outputs[0][0], outputs[1][0])
 
 
+@needs("data_checks")
 def test_truncated_away_examples_are_dropped_and_counted(model_dir, caplog):
     rows = [{"prompt": "w1 " * 30, "completion": " w2"}, *prompt_completions(8, SEED)]
     ours = run("sft", "ours", model=model_dir, train_dataset=Dataset.from_list(rows), steps=1, max_length=MAX_LENGTH)
