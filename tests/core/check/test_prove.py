@@ -80,8 +80,8 @@ def test_use_cache_is_caught(monkeypatch):
     def with_cache(*args, **kwargs):
         hook = partial(give, use_cache=True)
         # Where ours is: this one runs after it
-        with original(*args, **kwargs), model.base_model.register_forward_pre_hook(hook, with_kwargs=True):
-            yield
+        with original(*args, **kwargs) as found, model.base_model.register_forward_pre_hook(hook, with_kwargs=True):
+            yield found
 
     monkeypatch.setattr(forward, "flat_backbone", with_cache)
     assert_leaks(check_flat(model, POSITIONS))
