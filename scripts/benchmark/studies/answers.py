@@ -43,14 +43,13 @@ class Setup:
     rounds: int = 5  # in which the methods take turns
     max_length: int = 1024
     model: str = "smollm2-135m"
-    num_layers: int | None = None  # all, if `None`
 
 
 # Of 16 answers, TRL on 120 pairs would take minutes for each micro-batch
 ON_TWO_CORES = (
-    Setup("", 4, 2, 2, rounds=3, max_length=512, num_layers=2),
-    Setup("", 8, 1, 1, rounds=3, max_length=512, num_layers=2),
-    Setup("", 16, 1, 1, (OURS_BEST, OURS), max_length=512, num_layers=2),
+    Setup("", 4, 2, 1, rounds=3, max_length=512, model="llama-narrow"),
+    Setup("", 8, 1, 1, rounds=3, max_length=512, model="llama-narrow"),
+    Setup("", 16, 1, 1, (OURS_BEST, OURS), max_length=512, model="llama-narrow"),
 )
 ON_ACCELERATOR = (
     Setup("", 4, 2, 8),
@@ -97,8 +96,6 @@ def measure_one(setup: Setup) -> dict[str, Any]:
     device, rows = default_device(), make_prompts(setup)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     shape = SHAPES[setup.model] | {"vocab_size": len(WORDS) + 3}
-    if setup.num_layers is not None:
-        shape["num_hidden_layers"] = setup.num_layers
     torch.manual_seed(0)
     with torch.device(device):
         base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=dtype)
@@ -183,12 +180,11 @@ def report(result: dict[str, Any]) -> str:
                 ]
             )
     first = result["measured"][0]["setup"]
-    layers = f", {first['num_layers']} of its layers" if first["num_layers"] else ""
     distinct = [x["methods"][OURS]["tokens"] / x["methods"][OURS]["distinct"] for x in result["measured"]]
     lines += [
         "# Several answers per prompt",
         "",
-        f"DPO on prompts with 4, 8 and 16 answers, by {first['model']} with random weights{layers} and {len(WORDS):,} "
+        f"DPO on prompts with 4, 8 and 16 answers, by {first['model']} with random weights and {len(WORDS):,} "
         f"words, on {machine_name(result['environment'])}. Lengths are those of {first['source']}, and rows have "
         f"at most {first['max_length']} tokens. The reference is computed in each step. Methods take turns in one "
         "process: "
