@@ -15,7 +15,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)],
     },
     # Small enough for long rows on two cores
-    "llama-narrow": memory.decoder("llama", 256, 768, 4, 4, 2, 8192),
+    "llama-narrow": predict.decoder("llama", 256, 768, 4, 4, 2, 8192),
     # Layers in the order of Qwen3.5's, three gated delta nets before each attention, few and narrow, and 8192 of its
     # 248320 words
     "qwen3.5-narrow": {

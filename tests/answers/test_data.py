@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset, IterableDataset
 
 from tests.answers.runs import arguments, scored
-from tests.helpers.tiny import make_tokenizer
+from tests.helpers.tiny import make_model, make_tokenizer
 from tests.runs import make_trainer, run
 from trl_paddingfree import concatenated_inputs
 from trl_paddingfree.answers.examples import Choice
@@ -156,6 +156,17 @@ def test_what_is_dropped_and_what_is_odd_is_counted_in_one_line(caplog, monkeypa
         "1 of 3 pairs have equal answers with different scores, which are kept, as in TRL."
     ]
     assert said(caplog, Dataset.from_list([GOOD])) == []
+
+
+def test_what_the_tokenizer_lacks_or_has_too_much_of_is_named():
+    data = Dataset.from_list([GOOD])
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="is plain text, and the tokenizer has no `eos_token` to end an answer"):
+        make_trainer("dpo", "ours", **arguments("dpo") | {"processing_class": tokenizer}, train_dataset=data)
+    small = arguments("dpo", model=make_model(vocab_size=12))
+    with pytest.raises(ValueError, match="`answer_ids` of the train data has the token 1[1-9]"):
+        make_trainer("dpo", "ours", **small, train_dataset=data.map(lambda row: {"prompt": "w0"}))
 
 
 def test_nothing_left_is_an_error():

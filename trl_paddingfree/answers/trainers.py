@@ -21,6 +21,8 @@ from .prepare import Preparation
 
 # Rows that are looked at before a model is loaded
 _FIRST = 100
+# Columns that prepared data has, and no other
+_PREPARED = {"answer_ids", PAIRS}
 
 
 class OfPairs(FlatTrainer):
@@ -55,7 +57,7 @@ class Collated(OfPairs, collated.Collated):
     @property
     def _trains_on_answers(self) -> bool:
         """Whether the training data is prepared, of known lengths, and has several answers per prompt."""
-        return has_known_lengths(self.train_dataset, ("answer_ids", PAIRS))
+        return has_known_lengths(self.train_dataset, _PREPARED)
 
     # --- data -------------------------------------------------------------------------------------------------------
 
@@ -129,7 +131,7 @@ class Collated(OfPairs, collated.Collated):
 
     def _prepare_dataset(self, dataset, processing_class, args, *others):
         *_, name = others
-        is_prepared = isinstance(dataset, Dataset | IterableDataset) and PAIRS in next(iter(dataset), {})
+        is_prepared = isinstance(dataset, Dataset | IterableDataset) and next(iter(dataset), {}).keys() >= _PREPARED
         if not is_prepared and not self._has_answers(dataset):
             return super()._prepare_dataset(dataset, processing_class, args, *others)  # type: ignore[misc]
         if self.flat.pads:
@@ -141,6 +143,11 @@ class Collated(OfPairs, collated.Collated):
         if is_prepared:  # `evaluate` prepares again
             return dataset
         self._first_pairs(dataset, name)
+        if isinstance(next(iter(dataset))["prompt"], str) and processing_class.eos_token is None:
+            raise ValueError(
+                f"The {name} data is plain text, and the tokenizer has no `eos_token` to end an answer with: set "
+                "`tokenizer.eos_token`, and pass the tokenizer as `processing_class`."
+            )
 
         def as_trl(noted):
             return self.trl_trainer._prepare_dataset(self, noted, processing_class, args, *others)

@@ -31,12 +31,18 @@ class Checked(FlatTrainer):
     def refuse_unknown_tokens(self) -> None:
         """Refuse prepared data with tokens that the model has no embeddings for: on a GPU, the process would abort."""
         prepared = given_datasets({"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset})
-        columns = self.task.columns
-        refuse_tokens_beyond(self.flat_base(self.model), self.processing_class, prepared, columns)
+        refuse_tokens_beyond(self.flat_base(self.model), self.processing_class, prepared, self._read_columns())
+
+    def _read_columns(self) -> list[str]:
+        """Columns of prepared data that the collator reads."""
+        return self.task.columns
 
 
 class Collated(Checked, collated.Collated):
     """For trainers with a collator, whose data TRL prepares."""
+
+    def _read_columns(self) -> list[str]:
+        return [*dict.fromkeys([*super()._read_columns(), *self.token_columns])]
 
     @when_flat
     def _prepare_dataset(self, dataset, processing_class, *others, **named):

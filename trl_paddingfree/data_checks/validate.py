@@ -203,13 +203,12 @@ def refuse_unknown_tokens(dataset: AnyDataset, name: str, columns: Sequence[str]
     """
     if not has_known_lengths(dataset):
         first: Example = next(iter(dataset), {})
-        found = [(column, first[column]) for column in columns if first.get(column)]
+        found = [(x, pa.array(first[x])) for x in columns if first.get(x)]
     else:
-        found = [
-            (x, pc.list_flatten(t[x])) for x in columns if x in dataset.column_names for t in tables_of(dataset, x)
-        ]
+        found = [(x, t[x]) for x in columns if x in dataset.column_names for t in tables_of(dataset, x)]
     for column, tokens in found:
-        tokens = pa.array(tokens, pa.int64()) if isinstance(tokens, list) else tokens
+        while types.is_list(tokens.type) or types.is_large_list(tokens.type):
+            tokens = pc.list_flatten(tokens)
         if column == "labels":
             tokens = tokens.filter(pc.not_equal(tokens, IGNORE_INDEX))
         least, most = pc.min_max(tokens).as_py().values()
