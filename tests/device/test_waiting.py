@@ -17,7 +17,7 @@ from trl_paddingfree.core.model import attention
 # Generated rows are read back once in each pass of a model: what is flat is laid out on the host
 FLATTEN = ("trl_paddingfree/core/data/rows.py", "generated_on_host")
 # There for both models, and for the loss
-DISTILLED = ("trl_paddingfree/online/distillation.py", "PaddingFreeDistillationTrainer._compute_loss")
+DISTILLED = ("trl_paddingfree/online/distillation.py", "PaddingFreeDistillationTrainer._rows_of")
 PLACES = {"grpo": {FLATTEN: 1}, "rloo": {FLATTEN: 2}, "distillation": {DISTILLED: 1}}
 
 
