@@ -155,10 +155,14 @@ class Online(Images):
         if (images := copy(self._known[pixels])) is None:
             return text
         rules: Any = tried.collator.rules
+        last: tuple[Any, Any] = None, None  # the rows of the last call, and their flat batch
 
         def flatten(input_ids, attention_mask, labels):
-            make = images.next(len(input_ids), rules).flatten
-            return self.flatten(input_ids, attention_mask, labels, make)  # type: ignore[attr-defined]
+            nonlocal last
+            if last[0] is not input_ids:  # asked twice for one call, as by what looks at it, images do not go on
+                make = images.next(len(input_ids), rules).flatten
+                last = input_ids, self.flatten(input_ids, attention_mask, labels, make)  # type: ignore[attr-defined]
+            return last[1]
 
         return flatten
 

@@ -43,6 +43,8 @@ def make_trainer(trainer_class: Any, config_class: Any, options: dict[str, Any],
         **({} if has_accelerator() else ON_CPU),
         **options,
     }
+    if "check_steps" in config_class.__dataclass_fields__:
+        options.setdefault("check_steps", 0)  # a look at the first of a few steps would count for more than in a run
     trainer = trainer_class(args=config_class(**options), **arguments)
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -98,13 +100,15 @@ def train_watched(
 ) -> tuple[Any, Figures]:
     """
     Train on a task, by this package or by TRL, with a progress bar. Returns the trainer, and the figures of the run:
-    losses of all steps, its seconds, CPU seconds summed over cores, and peak memory in GiB above that at the start.
+    losses of all steps; and its seconds, CPU seconds summed over cores, and peak memory in GiB above that at the start,
+    all of training alone: what comes before, such as the start-up check, is left out.
     """
-    with watch_memory() as memory, Progress(console=console) as progress:
+    with Progress(console=console) as progress:
         trainer = make_trainer(*classes_of(task, ours), options, callbacks=[ShowSteps(progress, title)], **arguments)
-        started = time.process_time()
-        trainer.train()
-        core_seconds = time.process_time() - started
+        with watch_memory() as memory:
+            started = time.process_time()
+            trainer.train()
+            core_seconds, peak_memory = time.process_time() - started, memory()
     history = trainer.state.log_history
     losses = [entry["loss"] for entry in history if "loss" in entry]
     return trainer, {
@@ -113,5 +117,5 @@ def train_watched(
         "last_loss": losses[-1],
         "seconds": history[-1]["train_runtime"],
         "core_seconds": core_seconds,
-        "peak_memory_gib": memory(),
+        "peak_memory_gib": peak_memory,
     }

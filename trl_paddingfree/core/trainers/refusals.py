@@ -191,7 +191,7 @@ def warn_of_padding(trainer_class: Any, config: TrainingArguments) -> None:
     idle = [
         f"`{option.name}={value!r}`"
         for option in fields(PaddingFreeOptions)
-        if option.name not in always and (value := vars(config)[option.name]) != option.default
+        if option.name not in always and (value := vars(config)[option.name]) and value != option.default
     ]
     if idle:
         logger.warning(
