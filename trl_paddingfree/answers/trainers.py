@@ -51,8 +51,8 @@ class OfPairs(FlatTrainer):
 class Collated(OfPairs, collated.Collated):
     """For trainers with a collator."""
 
-    _reads_answers = False  # whether data was prepared that has several answers per prompt
-    _new_pairs = 0  # that this process has trained on since the last log
+    _reads_answers: bool = False  # whether data was prepared that has several answers per prompt
+    _new_pairs: int = 0  # that this process has trained on since the last log
 
     @property
     def _trains_on_answers(self) -> bool:
