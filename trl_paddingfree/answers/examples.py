@@ -146,3 +146,10 @@ def columns_of_answers(columns: Collection[str]) -> list[str]:
     """Those of a data set's columns that hold answers and their scores."""
     listed: Iterable[str] = SCORED if _is_scored(columns) else LISTED
     return [column for column in listed if column in columns]
+
+
+def as_pair(example: Example, chosen: Any, rejected: Any) -> Example:
+    """Two answers of an example as TRL reads a pair, with the other columns."""
+    columns = {*columns_of_answers(example)}
+    others = {name: value for name, value in example.items() if name not in columns}
+    return {**others, **dict(zip(LISTED, (chosen, rejected), strict=True))}

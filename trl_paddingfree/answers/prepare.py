@@ -1,6 +1,6 @@
 """TRL's preparation of pairs, for prompts with several answers: once per answer, whatever the number of pairs."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from ..core.data.lengths import AnyDataset, Example
 from ..core.flat.segments import common_prefix
 from ..core.versions import MovedNameError
 from .collate import PAIRS, STARTS, pairs_of, rows_of
-from .examples import LISTED, Choice, columns_of_answers, parsed
+from .examples import Choice, as_pair, columns_of_answers, parsed
 
 logger = logging.get_logger(__name__)
 
@@ -108,20 +108,22 @@ class Preparation:
     def _noted(self, dataset: AnyDataset) -> NotedPreparation:
         """What TRL does with rows."""
         first = _first(dataset)
-        return self.prepare(NotedPreparation(_with_itself(first, parsed(first, 0, self.name, self.choice)[0][0])))
+        answer = parsed(first, 0, self.name, self.choice)[0][0]
+        return self.prepare(NotedPreparation(as_pair(first, answer, answer)))
 
     def _made(self, dataset: AnyDataset, noted: NotedPreparation) -> AnyDataset:
         """All prompts with the tokens of their answers, and their pairs, if there are any."""
+        has_prompt = "prompt_ids" in noted.column_names  # not for reward models. Asked once: it prepares a row
         options: dict[str, Any] = {
             "with_indices": True,
-            "fn_kwargs": {"noted": noted, "choice": self.choice, "name": self.name},
+            "fn_kwargs": {"noted": noted, "has_prompt": has_prompt, "choice": self.choice, "name": self.name},
             "remove_columns": columns_of_answers(dataset.column_names or _first(dataset)),
         }
         if isinstance(dataset, Dataset):
             dataset = dataset.with_format(None)  # texts and numbers, not tensors
             # Not those of the first rows, which may have no pair, and so no tokens
             columns = {name: kind for name, kind in dataset.features.items() if name not in options["remove_columns"]}
-            options["features"] = Features(columns | _features(noted.column_names))
+            options["features"] = Features(columns | _features(has_prompt))
             options |= {"num_proc": self.num_proc, "desc": f"Tokenizing answers of {self.name} dataset"}
         return dataset.map(_prepared, **options)
 
@@ -149,17 +151,24 @@ def _first(dataset: AnyDataset) -> Example:
     return next(iter(dataset.with_format(None) if isinstance(dataset, Dataset) else dataset))
 
 
-def _prepared(example: Example, index: int, noted: NotedPreparation, choice: Choice, name: str) -> Example:
-    """The tokens of a prompt and its answers, and the pairs of these that train."""
+def _prepared(
+    example: Example, index: int, noted: NotedPreparation, has_prompt: bool, choice: Choice, name: str
+) -> Example:
+    """
+    The tokens of a prompt and its answers, and the pairs of these that train. Each answer is prepared once, as a pair
+    with itself. `has_prompt`: whether TRL makes tokens of prompts.
+    """
     answers, pairs = parsed(example, index, name, choice)
     # Only the answers that are in pairs, each once
-    alone = {i: noted.mapped(_with_itself(example, answers[i])) for i in sorted({i for pair in pairs for i in pair})}
+    alone = {
+        i: noted.mapped(as_pair(example, answers[i], answers[i])) for i in sorted({i for pair in pairs for i in pair})
+    }
     rows = {i: [*each.get("prompt_ids", ()), *each["chosen_ids"]] for i, each in alone.items()}
     starts = {i: len(each["prompt_ids"]) for i, each in alone.items() if "prompt_ids" in each}  # reward models: none
     kinds = {i: (starts.get(i), tuple(row)) for i, row in rows.items()}
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds.values()))}
     made = _joined([[*row] for _, row in numbers])
-    if "prompt_ids" in noted.column_names:
+    if has_prompt:
         made[STARTS] = [start for start, _ in numbers]
     found = [[numbers[kinds[i]], numbers[kinds[j]]] for i, j in pairs]
     made[PAIRS] = [
@@ -171,10 +180,10 @@ def _prepared(example: Example, index: int, noted: NotedPreparation, choice: Cho
     return made | {_MADE: len(found), _EQUAL: sum(rows_made[i] == rows_made[j] for i, j in made[PAIRS])}
 
 
-def _features(columns: Collection[str]) -> dict[str, Any]:
-    """What `_prepared` makes, given the `columns` that TRL makes."""
+def _features(has_prompt: bool) -> dict[str, Any]:
+    """What `_prepared` makes."""
     number = Value("int64")
-    starts = {STARTS: List(number)} if "prompt_ids" in columns else {}
+    starts = {STARTS: List(number)} if has_prompt else {}
     lists = dict.fromkeys(("answer_ids", PAIRS), List(List(number)))
     return {"prompt_ids": List(number), **lists, **starts, _MADE: number, _EQUAL: number}
 
@@ -188,10 +197,3 @@ def _joined(rows: list[list[int]]) -> Example:
 
 def _has_pairs(example: Example) -> bool:
     return len(example[PAIRS]) > 0
-
-
-def _with_itself(example: Example, answer: Any) -> Example:
-    """An answer as TRL reads a pair: with itself, so that each answer is prepared once."""
-    columns = {*columns_of_answers(example)}
-    others = {name: value for name, value in example.items() if name not in columns}
-    return {**others, **dict.fromkeys(LISTED, answer)}

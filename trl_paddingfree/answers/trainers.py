@@ -1,7 +1,6 @@
 """What data with several answers per prompt changes in a trainer of pairs: DPO's, and that of reward models."""
 
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,11 @@ from ..core.flat.batch import Inputs
 from ..core.flat.counts import of_all_processes
 from ..core.trainers import collated
 from ..core.trainers.base import FlatTrainer
+from ..core.trainers.card import append_to_card
 from ..core.trainers.configs import Arguments, given_datasets
 from ..core.trainers.runtime import Step
 from .collate import COLUMNS, PAIRS, REFERENCES, STARTS, Examples, answer_lengths, rows_of
-from .examples import LISTED, Choice, columns_of_answers, has_answers, parsed
+from .examples import LISTED, Choice, as_pair, columns_of_answers, has_answers, parsed
 from .prepare import Preparation
 
 # Rows that are looked at before a model is loaded
@@ -102,9 +102,7 @@ class Collated(OfPairs, collated.Collated):
         found = []
         for index, example in enumerate(first):
             answers, _ = parsed(example, index, name, self._answer_choice)
-            columns = {*columns_of_answers(example)}
-            others = {column: value for column, value in example.items() if column not in columns}
-            found.append({**others, "chosen": answers[0], "rejected": answers[-1]})
+            found.append(as_pair(example, answers[0], answers[-1]))
         if not isinstance(dataset, Dataset):
             return IterableDataset.from_generator(found.__iter__)
         if not any(parsed(example, index, name, self._answer_choice)[1] for index, example in enumerate(dataset)):
@@ -216,8 +214,8 @@ class Collated(OfPairs, collated.Collated):
     def create_model_card(self, *args, **kwargs) -> None:
         super().create_model_card(*args, **kwargs)
         if self._reads_answers and self.is_world_process_zero():
-            with Path(str(self.args.output_dir), "README.md").open("a", encoding="utf-8") as card:
-                card.write(f"\nPairs of several answers per prompt were chosen by {self._answer_choice}.\n")
+            said = f"\nPairs of several answers per prompt were chosen by {self._answer_choice}.\n"
+            append_to_card(self.args.output_dir, said)
 
 
 class Online(OfPairs):

@@ -71,8 +71,6 @@ class Rows:
             The arguments of the call: padded rows `(R, L)` and what goes with them.
         batch ([`FlatBatch`]):
             The flat batch of these rows.
-        given (`dict`, *optional*):
-            What the call has the flat batch by: by default, `flat_batch`.
         trains (`bool`, *optional*, defaults to `True`):
             Whether the call has gradients.
         skipped (`str`, *optional*, defaults to `""`):
@@ -87,7 +85,6 @@ class Rows:
     call: Callable
     inputs: Inputs
     batch: FlatBatch
-    given: Inputs | None = None
     trains: bool = True
     skipped: str = ""
     seed: int = 0
@@ -128,13 +125,10 @@ class Rows:
 
     def flat(self) -> Pass:
         """The flat batch as the step computes it."""
-        batch, given = self.batch, self.given
-        if given is None:
-            with torch.no_grad():  # as a budget schedules it, but without what it notes of passes that train
-                batch = self.flat_model.begin_pass(batch)
-            given = {"flat_batch": batch}
+        with torch.no_grad():  # as a budget schedules it, but without what it notes of passes that train
+            batch = self.flat_model.begin_pass(self.batch)
         with torch.compiler.set_stance("default"):  # compiled layers as they are
-            return self._computed(self.inputs | given, self.scored, batch)
+            return self._computed(self.inputs | {"flat_batch": batch}, self.scored, batch)
 
     def alone(self, flat: Pass, wider: int = 0) -> Pass:
         """
@@ -143,9 +137,7 @@ class Rows:
         """
         answers, at_tokens = torch.zeros_like(flat.answers), torch.zeros_like(flat.at_tokens)
         at_tokens = at_tokens.to(torch.promote_types(at_tokens.dtype, torch.float32))
-        # The rows alone are not made flat, whatever makes calls flat
-        plain = [(self.flat_model, "flatten", None), (self.flat_model, "padded", None)]
-        with attributes_set([*plain, *self._without_padded_calls()]):
+        with attributes_set([(self.flat_model, "flatten", None)]):  # the rows alone are not made flat
             for i in range(self.largest(len(self.numbers))):
                 row = self.numbers[min(i, len(self.numbers) - 1)]  # processes with fewer rows repeat the last one
                 found = self._one(row, wider)
@@ -154,9 +146,6 @@ class Rows:
                 if found.at_tokens.numel() and i < len(self.numbers):
                     at_tokens.index_add_(0, self.places[row].to(at_tokens.device), found.at_tokens.to(at_tokens))
         return Pass(answers, at_tokens)
-
-    def _without_padded_calls(self) -> list[tuple[object, str, object]]:
-        return [] if self.flat_model.padded is None else [(self.flat_model.padded, "is_off", True)]
 
     def _one(self, row: int, wider: int = 0) -> Pass:
         """One row alone, padded by so many tokens on its right; the gradients are those of its own tokens."""
@@ -186,7 +175,7 @@ class Rows:
 
     def _in_slices(self, inputs: Inputs) -> FlatBatch | None:
         """The flat batch of a row alone if a budget computes it in slices; `None` if it fits, or without a budget."""
-        if not self.flat_model.hooks or self.given is not None:
+        if not self.flat_model.hooks:
             return None
         ids = inputs["input_ids"]
         row = {name: inputs.get(name) for name in ("attention_mask", "labels")}

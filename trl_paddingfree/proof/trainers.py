@@ -1,6 +1,5 @@
 """When a trainer looks at the batches that it trains on, and what it says of them: `check_steps`."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from ..core.flat.batch import FlatBatch, Inputs
 from ..core.model.flat_model import FlatModel
 from ..core.model.restored import Change, attributes_set
 from ..core.trainers.base import FlatTrainer
+from ..core.trainers.card import append_to_card
 from ..core.trainers.engine import is_sharded
 from ..core.trainers.runtime import when_flat
 from .look import Looked, Rows, look
@@ -167,25 +167,24 @@ class Proof(FlatTrainer):
             if self._looks is not None:
                 self._looks.forget()
 
-    @when_flat
-    def log(self, logs: dict[str, float], *args, **kwargs) -> None:
-        looks = self._looks
-        if looks is not None and looks.logged_error is not None and {"loss", "learning_rate"} <= logs.keys():
-            logs |= {"flat/check_error": looks.logged_error}
-            looks.logged_error = None
-        super().log(logs, *args, **kwargs)
+    def logged_figures(self) -> dict[str, float]:
+        figures, looks = super().logged_figures(), self._looks
+        if looks is None or looks.logged_error is None:
+            return figures
+        error, looks.logged_error = looks.logged_error, None
+        return figures | {"flat/check_error": error}
 
     @when_flat
     def create_model_card(self, *args, **kwargs):
         super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero() and (looks := self._looks) is not None and looks.number:
             missing = "".join(f" Not compared: {reason}." for reason in looks.not_compared)
-            with (Path(self.args.output_dir) / "README.md").open("a", encoding="utf-8") as card:
-                card.write(
-                    f"\nWhile it trained, {looks.number} of its batches ({looks.rows:,} rows, {looks.tokens:,} tokens) "
-                    "were computed row by row, too: answers and gradients differed by at most "
-                    f"{looks.largest_error:.1e} of their size.{missing}\n"
-                )
+            append_to_card(
+                self.args.output_dir,
+                f"\nWhile it trained, {looks.number} of its batches ({looks.rows:,} rows, {looks.tokens:,} tokens) "
+                "were computed row by row, too: answers and gradients differed by at most "
+                f"{looks.largest_error:.1e} of their size.{missing}\n",
+            )
 
 
 class Collated(Proof):

@@ -8,7 +8,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs, row_starts
-from .collate import FlatCollator
+from .collate import FlatCollator, Make
 from .lengths import Example
 from .rows import CollatedRows
 
@@ -187,7 +187,7 @@ class PaddedRowsCollator(FlatCollator):
                 "documents of one row apart. Give `position_ids` instead of the mask, or leave them out."
             )
 
-    def flatten(self, rows: Inputs, images: Any = None) -> FlatBatch:
+    def flatten(self, rows: Inputs, make: Make = FlatBatch.from_padded) -> FlatBatch:
         ids, labels, mask, positions = (
             None if (x := rows.get(name)) is None else x.cpu()
             for name in ("input_ids", "labels", "attention_mask", "position_ids")

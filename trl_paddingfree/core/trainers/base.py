@@ -21,7 +21,7 @@ from ..model.flat_model import FlatModel
 from ..model.restored import attributes_set
 from ..versions import naming_versions, refuse_moved_names
 from . import refusals
-from .card import append_to_card
+from .card import append_to_card, without_padding
 from .configs import Arguments, PaddingFreeOptions, config_of, silence
 from .engine import base_of
 from .evaluation import weigh_last_batch
@@ -264,7 +264,7 @@ class FlatTrainer(Trainer):
         tags = [tags] if isinstance(tags, str) else list(tags or [])
         super().create_model_card(model_name, dataset_name, [*tags, "padding-free"])
         if self.is_world_process_zero():
-            append_to_card(self.args.output_dir, self.method, self.flat.counts.total)
+            append_to_card(self.args.output_dir, without_padding(self.method, self.flat.counts.total))
 
     # --- around a run -----------------------------------------------------------------------------------------------
 

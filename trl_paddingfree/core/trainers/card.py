@@ -23,8 +23,13 @@ batches{share}. Cite it as:
 """
 
 
-def append_to_card(output_dir: str, method: str, computed: BatchCounts) -> None:
-    """Append to the model card how batches were computed, and what share of the padded slots."""
+def without_padding(method: str, computed: BatchCounts) -> str:
+    """What a model card says of how batches were computed, and of what share of the padded slots."""
     share = f", and it computed {computed.computed / computed.padded:.0%} of their slots" if computed.padded else ""
+    return MODEL_CARD.format(version=__version__, method=method, share=share)
+
+
+def append_to_card(output_dir: str, text: str) -> None:
+    """Append a text to the model card."""
     with (Path(output_dir) / "README.md").open("a", encoding="utf-8") as card:
-        card.write(MODEL_CARD.format(version=__version__, method=method, share=share))
+        card.write(text)

@@ -98,8 +98,8 @@ class Collated(FlatTrainer):
     def example_lengths(self) -> np.ndarray:
         """
         Lengths of the training examples in tokens, after truncation, int64: of the prompt and of each completion,
-        `(examples, 1 + completions)`, or of the row, `(examples, 1)`.
-        An example that has fewer completions than others has -1 for each that is not there.
+        `(examples, 1 + completions)`, or of the row, `(examples, 1)`. An example that has fewer completions
+        than others has -1 for each that is not there.
         """
         return token_lengths(self.train_dataset, self.token_columns)
 
