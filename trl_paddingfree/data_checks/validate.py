@@ -180,8 +180,7 @@ def refuse_bad_tokens(dataset: AnyDataset, name: str) -> None:
         return
     for column in columns:
         kind = dataset.features.arrow_schema.field(column).type
-        is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-        if not is_list or not types.is_integer(kind.value_type):
+        if not _is_list(kind) or not types.is_integer(kind.value_type):
             raise ValueError(
                 f"`{column}` of the {name} data is of type {kind}, and tokens are lists of whole numbers. Cast them "
                 f"with `dataset.cast_column('{column}', List(Value('int64')))`."
@@ -196,6 +195,11 @@ def refuse_bad_tokens(dataset: AnyDataset, name: str) -> None:
         )
 
 
+def _is_list(kind: pa.DataType) -> bool:
+    """Whether values of Arrow's type `kind` are lists, of any of its three kinds."""
+    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+
+
 def refuse_unknown_tokens(dataset: AnyDataset, name: str, columns: Sequence[str], size: int, advice: str) -> None:
     """
     Refuse tokens in `columns` of prepared data beyond the `size` rows of the model's embeddings, with `advice` on what
@@ -207,7 +211,7 @@ def refuse_unknown_tokens(dataset: AnyDataset, name: str, columns: Sequence[str]
     else:
         found = [(x, t[x]) for x in columns if x in dataset.column_names for t in tables_of(dataset, x)]
     for column, tokens in found:
-        while types.is_list(tokens.type) or types.is_large_list(tokens.type):
+        while _is_list(tokens.type):
             tokens = pc.list_flatten(tokens)
         if column == "labels":
             tokens = tokens.filter(pc.not_equal(tokens, IGNORE_INDEX))
