@@ -24,7 +24,7 @@ from tests.test_package import MODULES
 from trl_paddingfree.cli.main import make_parser
 from trl_paddingfree.cli.train import make_parser as make_script_parser
 from trl_paddingfree.core.model.attention import BACKENDS
-from trl_paddingfree.core.trainers.configs import PaddingFreeDPOConfig, PaddingFreeOptions
+from trl_paddingfree.core.trainers.configs import PaddingFreeOptions
 
 pytestmark = pytest.mark.usefixtures("checkout_stays")
 
@@ -200,14 +200,10 @@ def test_every_command_is_documented():
         assert f"trl-paddingfree {command}" in page_with("command")
 
 
-def test_every_option_is_documented_with_its_default():
+def test_every_choice_of_an_option_is_documented():
     rows, options = table("option"), PaddingFreeOptions.__dataclass_fields__
-    config = PaddingFreeDPOConfig("unused", bf16=False)
     assert [name.strip("`") for name, *_ in rows] == [*options]
-    for (name, option), (_, default, meaning) in zip(options.items(), rows, strict=True):
-        value = getattr(config, name)
-        expected = "none" if value is None else f'"{value}"' if isinstance(value, str) else str(value)
-        assert expected in default, name
+    for (name, option), (*_, meaning) in zip(options.items(), rows, strict=True):
         if name != "flat_attention":  # its choices have a table of their own
             assert [x for x in get_args(option.type) if isinstance(x, str) and f'`"{x}"`' not in meaning] == []
 

@@ -26,7 +26,7 @@ def test_the_site_builds_without_a_link_that_leads_nowhere(tmp_path):
     assert 'href="README.zh/"' in front
 
 
-@pytest.mark.parametrize("script", ["llms.py", "pictures.py"])
+@pytest.mark.parametrize("script", ["llms.py", "option_table.py", "pictures.py"])
 def test_what_a_script_writes_is_fresh(script):
     finished([sys.executable, ROOT / "scripts" / script, "--check"], 120, PYTHONPATH=str(ROOT))
 

@@ -13,12 +13,12 @@ class Options(CoreOptions):
 
     answer_pairs: Literal["all", "best", "extremes"] = option(
         "all",
-        "Which pairs train of a prompt with `completions` and `scores`. 'all': every two answers whose scores differ. "
+        "Which pairs of a prompt with `completions` and `scores` train. 'all': every two answers whose scores differ. "
         "'best': the best answer against each other one. 'extremes': the best against the worst. TRL's losses compare "
         "pairs; there are none over whole rankings. DPO and reward models only.",
     )
     min_score_margin: float = option(
-        0.0, "Pairs of `answer_pairs` train only if their scores differ by at least this much, and not at all if by 0."
+        0.0, "By how much the scores of a pair of `answer_pairs` must differ at least. Equal scores make no pair."
     )
 
     def check_values(self) -> None:

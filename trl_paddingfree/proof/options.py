@@ -16,5 +16,5 @@ class Options(CoreOptions):
         EVERY,
         "Every how many optimizer steps the trainer looks at the micro-batch at hand before it trains on it: its rows "
         "go through the model one by one, and their answers and gradients must be those of the flat batch. It always "
-        "looks at the first one of a run. 0: the model is proven before training only.",
+        "looks at the first one of a run. With 0, the model is proven before training only.",
     )

@@ -8,14 +8,18 @@ from ..model.attention import BackendName
 # A whole number of at least 0
 Count = Annotated[int, 0]
 
-SHARING = "Compute a prefix once if several rows of a micro-batch start with it."
+SHARING = (
+    "Compute a prefix once if several rows of a micro-batch start with it, and it is long enough to pay off: a row "
+    "must inherit at least 1/64 of its tokens, and the batch must save at least one token per 64 keys that it gathers."
+)
 
 
 def option(default: object, meaning: str) -> Any:
     """
-    A dataclass field that the command line offers as an option, with a help text. Its annotation defines what is valid:
-    `bool` allows `True` and `False`, `int` whole numbers of at least 1, [`Count`] of at
-    least 0, and `None` and the words of a `Literal` themselves. Other types are left to `check_values`.
+    A dataclass field that the command line offers as an option. Its help text is also its row on the page of options,
+    which `scripts/option_table.py` writes. Its annotation defines what is valid: `bool` allows `True` and `False`,
+    `int` whole numbers of at least 1, [`Count`] of at least 0, and `None` and the words of a `Literal` themselves.
+    Other types are left to `check_values`.
     """
     return field(default=default, metadata={"help": meaning})
 
@@ -29,8 +33,9 @@ class CoreOptions:
 
     padding_free: bool = option(
         True,
-        "Compute real tokens only. With `False`, the trainer pads as TRL's does, and differs from it in checkpoints "
-        "only: it refuses half-written ones, and loads weights by name.",
+        "Compute real tokens only. With `False`, the trainer pads as TRL's does, and the log names options of this "
+        "package that then have no effect. It differs from TRL's in checkpoints only: it refuses half-written ones, "
+        "and loads weights by name.",
     )
     prefix_sharing: bool = option(True, SHARING)
     flat_attention: Literal["auto", BackendName] = option(
