@@ -12,13 +12,14 @@ import torch
 from peft import get_peft_model
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from tests.core.check.test_mutations import leak
 from tests.helpers.architectures import tiny_model, with_head
 from tests.helpers.tiny import arguments, lora, make_model
 from tests.runs import make_trainer, run
-from trl_paddingfree import UnprovenModelError
+from trl_paddingfree import FlatModel, UnprovenModelError, padding_free
 from trl_paddingfree.remembering import fingerprint, verdicts
 from trl_paddingfree.remembering.verdicts import BESIDE, VARIABLE, cache_folder
 
@@ -230,6 +231,127 @@ def test_what_cannot_be_told_is_never_remembered(folder):
     given["model"].model.lock = type("Foreign", (), {"__slots__": ()})()
     make_trainer("dpo", "ours", **given)
     assert len([*folder.glob("*.json")]) == 1  # of the reference model
+
+
+# --- `padding_free`, outside of trainers ------------------------------------------------------------------------------
+
+
+class WithValues(torch.nn.Module):
+    """A wrapper with a head of values, beside the model."""
+
+    scale = 1.0
+
+    def __init__(self, model, head):
+        super().__init__()
+        self.model, self.config = model, model.config
+        self.head = head
+        self.shift = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, **inputs):
+        inputs.pop("labels", None)
+        hidden = self.model.base_model(**inputs).last_hidden_state
+        values = self.scale * self.head(hidden).squeeze(-1) + self.shift
+        return CausalLMOutput(logits=self.model.lm_head(hidden)) | {"values": values}
+
+
+def plain_head():
+    torch.manual_seed(0)
+    return torch.nn.Linear(32, 1)
+
+
+def said_of(caplog):
+    (line,) = (message for message in caplog.messages if message.startswith("padding_free, "))
+    caplog.clear()
+    return line
+
+
+@pytest.mark.parametrize("model_type", ["llama", "biogpt"])
+def test_padding_free_remembers_what_was_found_of_a_model_and_of_its_calls(model_type, folder, caplog, monkeypatch):
+    make = lambda: tiny_model(model_type, use_cache=False)  # noqa: E731
+    kinds = ("with_left_padding", "with_routers", "with_labels")
+    first = padding_free(make())
+    assert "(checked in" in said_of(caplog)
+    padding_free(make(), check=False)
+    assert len([*folder.glob("*.json")]) == 1
+    for name in ("prove", "_CallWithRows.try_calls"):
+        monkeypatch.setattr(f"trl_paddingfree.anywhere.prove.{name}", None)
+    second = padding_free(make())
+    line = said_of(caplog)
+    assert "exact" in line
+    assert "remembered from 20" in line
+    assert f"`{VARIABLE}=off` checks again" in line
+    flat = [FlatModel.of(model) for model in (first, second)]
+    assert flat[0].route == flat[1].route
+    found = [{name: vars(each.padded)[name] for name in kinds} for each in flat]
+    assert found[0] == found[1]
+    assert all(found[0].values()) == (model_type == "llama")  # whose positions count padding on the left
+    ids, mask = torch.arange(5, 17).view(2, 6), torch.ones(2, 6, dtype=torch.long)
+    mask[1, 4:] = 0
+    answers = [model(input_ids=ids, attention_mask=mask).logits for model in (first, second)]
+    assert torch.equal(*answers)
+    assert flat[1].counts.computed == 10
+    monkeypatch.setenv(VARIABLE, "off")
+    with pytest.raises(TypeError):  # it checks again
+        padding_free(make())
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+def test_padding_free_finds_a_leak_that_is_planted_after_a_verdict_was_kept(plant, folder, monkeypatch):
+    padding_free(make_model())
+    model = make_model()
+    plant(monkeypatch, model)
+    with pytest.raises(UnprovenModelError):
+        padding_free(model)
+
+
+def test_the_verdict_of_a_trainer_is_none_of_padding_free_nor_the_other_way_round(folder, caplog):
+    make_trainer("dpo", "ours", **arguments("dpo", False))
+    padding_free(arguments("dpo", False)["model"])
+    assert "checked in" in said_of(caplog)
+    padding_free(with_head(make_model()))
+    lines(caplog)
+    make_trainer("sft", "ours", **arguments("sft", False))
+    assert "checked in" in lines(caplog)[0]
+
+
+def leak_in_head(patch, model):
+    model.head.register_forward_hook(lambda module, args, output: output + output[:, -1:])
+
+
+def scaled(patch, model):
+    model.scale = 2.0
+
+
+def forward_of_wrapper(patch, model):
+    forward = model.forward
+    model.forward = lambda **inputs: forward(**inputs)
+
+
+CHANGED_AROUND = {
+    "a hook on the head": leak_in_head,
+    "a parameter of the wrapper": lambda patch, model: model.shift.requires_grad_(False),
+    "a setting of the wrapper": scaled,
+    "its forward": forward_of_wrapper,
+}
+
+
+@pytest.mark.parametrize("change", CHANGED_AROUND)
+def test_what_is_around_a_model_changes_its_key(change, monkeypatch):
+    models = [WithValues(make_model(), plain_head()) for _ in range(3)]
+    CHANGED_AROUND[change](monkeypatch, models[2])
+    keys = [key(model.model, model) for model in models]
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_a_head_that_begins_to_read_padding_is_found_though_a_verdict_was_kept(folder, caplog):
+    padding_free(WithValues(make_model(), plain_head()))
+    assert "checked in" in said_of(caplog)
+    padding_free(WithValues(make_model(), plain_head()))
+    assert "remembered" in said_of(caplog)
+    model = WithValues(make_model(), plain_head())
+    leak_in_head(None, model)
+    with pytest.raises(UnprovenModelError, match="`values`"):
+        padding_free(model)
 
 
 # --- Files ----------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from ..core.check.probe import (
     tried_tokens,
 )
 from ..core.check.prove import UnprovenModelError, prove
+from ..core.check.verdicts import NoVerdicts, Verdicts
 from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..core.model import architecture
 from ..core.model.adapters import why_padded
@@ -42,6 +43,8 @@ _PROVEN_BY = (
     "in it, which is changed in place."
 )
 
+# Kinds of calls that are computed flat if the model itself answers them alike
+_KINDS = ("with_left_padding", "with_routers", "with_labels")
 # Answers beside logits that differ by up to this, relative to their norm, need no measure of the model's own noise
 _LEAST = 0.01
 # Answers that are compared, or are no part of rows, in other ways
@@ -106,7 +109,13 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True, 
     start = time.perf_counter()
     route = choose_route(base, prefix_sharing=prefix_sharing, dtype=compute_dtype(base))
     before = upstream.attn_implementation(base)
-    flat = FlatModel.install(base, route)
+    remembering = module_of("remembering", "verdicts") if check else None
+    earlier: Verdicts = NoVerdicts() if remembering is None else remembering.Remembered()
+    key = earlier.key(base, model, route, compute_dtype(base), rounding_unit(base), "padding_free")
+    record = earlier.recall(key)
+    if record is not None and not {"unknown", *_KINDS} <= record.facts.keys():  # a foreign file
+        record = None
+    flat = FlatModel.install(base, route if record is None else record.results[0].route)
     calls = PaddedCalls.install(flat)
     if not check:
         if torch_compile:
@@ -117,9 +126,15 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True, 
         # Calls of the check neither warn nor count
         quietly = [(calls, "says", False), (calls, "reads_padding", False), (flat, "counts", flat.counts)]
         with attributes_set(quietly):
-            result, _ = prove(base, route, call=call)
-            with as_tried(base):
-                unknown = call.try_calls(result.tolerance)
+            if record is None:
+                result, failed = prove(base, route, call=call)
+                with as_tried(base):
+                    unknown = call.try_calls(result.tolerance)
+                facts = {"unknown": unknown, **{name: bool(vars(calls)[name]) for name in _KINDS}}
+                earlier.keep(key, [result, *failed], facts=facts)
+            else:
+                result, unknown = record.results[0], record.facts["unknown"]
+                vars(calls).update({name: record.facts[name] for name in _KINDS})
             if torch_compile:
                 prove_again(base, call, vary=layers.compiled(flat, {}))
                 layers.compile_layers(flat, {})
@@ -134,9 +149,11 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True, 
     missing = [*result.not_compared, *(f"`{name}` of the answers was not compared" for name in unknown)]
     verdict = "exact as far as it was compared" if missing else "exact"
     where = f"{type(base).__name__} on {base.device.type} in {compute_dtype(base)}".replace("torch.", "")
-    seconds = f"checked in {time.perf_counter() - start:.1f} s"
+    how = f"checked in {time.perf_counter() - start:.1f} s"
+    if record is not None:
+        how = f"remembered from {record.day}; {earlier.hint}"
     gaps = "".join(f"; {gap}" for gap in missing)
-    logger.warning(f"padding_free, {result.route}: {where}, {verdict} on {result.tried}{gaps} ({seconds}).")
+    logger.warning(f"padding_free, {result.route}: {where}, {verdict} on {result.tried}{gaps} ({how}).")
     logger.info(f"The start-up check: {result}.")
     return model
 
@@ -194,7 +211,7 @@ class _CallWithRows:
             [`UnprovenModelError`]: A plain call answers differently with something beside logits, such as `values`.
         """
         calls, pooled, config = self.calls, is_pooled(self.base), self.base.config.get_text_config()
-        calls.with_left_padding = calls.with_routers = calls.with_labels = True  # whatever an earlier check has found
+        vars(calls).update(dict.fromkeys(_KINDS, True))  # whatever an earlier check has found
         tokens, half_digits = tried_tokens(self.base), rounding_unit(self.base) ** 0.5
         *places, last = check_rows(len(tokens), draw=0)
         # With a second row of one length, which with padding on the left, too, shares a prefix in the same columns

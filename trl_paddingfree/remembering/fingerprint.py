@@ -207,6 +207,26 @@ class Fingerprint:
                     self.say(own_name)
                     self.add(value)
 
+    def add_wrappers(self, call: torch.nn.Module, model: torch.nn.Module) -> None:
+        """
+        Add what `call` has around `model`: the code and hooks of wrappers, their attributes if no package of known
+        version has made them, and all modules beside the model, such as a head of values.
+        """
+        within = {*model.modules()}
+        for module in call.modules():
+            if module in within:
+                continue
+            if within.isdisjoint(module.modules()):
+                self.add(module)
+                continue
+            self.add_class(type(module), "forward", "__call__")
+            self.say(sorted(name for name, value in vars(module).items() if "hooks" in name and value))
+            if _root(type(module)) not in _OF_KNOWN_VERSION:
+                self._add_attributes(module)
+                self._add_all(*module.parameters(recurse=False), *module.buffers(recurse=False))
+            elif "forward" in vars(module):
+                self.add(vars(module)["forward"])
+
     # --- code -------------------------------------------------------------------------------------------------------
 
     def add_class(self, owner: type, *names: str) -> None:
@@ -340,11 +360,7 @@ def fingerprint(model: PreTrainedModel, call: torch.nn.Module, attention: str, *
     found.add(settings)
     found.add(upstream.global_hooks())
     found.add_modules(model)
-    for module in call.modules():  # wrappers
-        if module is model:
-            break
-        found.add_class(type(module), "forward", "__call__")
-        found.say(sorted(name for name, value in vars(module).items() if "hooks" in name and value))
+    found.add_wrappers(call, model)
     function = AttentionInterface().get(attention)
     if isinstance(function, FunctionType):
         found.add_function(function)

@@ -3,7 +3,7 @@
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import date
@@ -41,7 +41,8 @@ def cache_folder() -> Path | None:
 
 def read_record(x: Any) -> Record:
     """A record from plain values. Raises an error of some kind if they are none, or if nothing passed."""
-    record = Record(str(x["day"]), [*map(_result, x["results"])], x["verdict"] and _verdict(x["verdict"]))
+    verdict = x["verdict"] and _verdict(x["verdict"])
+    record = Record(str(x["day"]), [*map(_result, x["results"])], verdict, dict(x["facts"]))
     if not (record.verdict or record.results[0]).passed:
         raise ValueError("a verdict that did not pass")
     return record
@@ -108,9 +109,15 @@ class Remembered:
             if isinstance(verdicts, dict):
                 yield verdicts.get(key)
 
-    def keep(self, key: str, results: Sequence[CheckResult] = (), verdict: Verdict | None = None) -> None:
+    def keep(
+        self,
+        key: str,
+        results: Sequence[CheckResult] = (),
+        verdict: Verdict | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
         """Keep what was found today under a key."""
-        record = Record(date.today().isoformat(), results, verdict)
+        record = Record(date.today().isoformat(), results, verdict, facts or {})
         if self.folder is None or not key or not _is_lasting(record):
             return
         self.of_run[key] = asdict(record)

@@ -1,7 +1,7 @@
 """Verdicts of earlier checks, which a start may take over. The core keeps none."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from transformers import PreTrainedModel
@@ -13,11 +13,15 @@ from .prove import CheckResult
 
 @dataclass(frozen=True)
 class Record:
-    """What was found on which `day`: `results`, the one that passed first, or the `verdict` on another way."""
+    """
+    What was found on which `day`: `results`, the one that passed first, or the `verdict` on another way; and what else
+    a check has found out, as `facts` of plain values.
+    """
 
     day: str
     results: Sequence[CheckResult] = ()
     verdict: Verdict | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Verdicts(Protocol):
@@ -31,7 +35,13 @@ class Verdicts(Protocol):
     def recall(self, key: str) -> Record | None:
         """What was found under a key, if it was."""
 
-    def keep(self, key: str, results: Sequence[CheckResult] = (), verdict: Verdict | None = None) -> None:
+    def keep(
+        self,
+        key: str,
+        results: Sequence[CheckResult] = (),
+        verdict: Verdict | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
         """Keep what was found under a key."""
 
 
