@@ -56,10 +56,10 @@ The table of all models is below. The trainers of this package compute all of th
 
 ## A reproducer without this package
 
-TRL 1.16 does not warn of leaks. (TRL 1.17 to 1.19 are out, and were not tested.) The following program needs only TRL. It evaluates the same four documents in rows of
-their own and packed into one row. The losses should be equal, but those of gpt-oss are not. With `"jamba"` and
-`"mamba"`, they differ, too. With `"qwen3_5_text"` and `"falcon_h1"`, transformers 5.24 raises an error unless kernels
-for their convolutions are installed.
+TRL 1.16 does not warn of leaks. [Newer releases](../README.md#install) were not tested. The following program needs
+only TRL. It evaluates the same four documents in rows of their own and packed into one row. The losses should be equal,
+but those of gpt-oss are not. With `"jamba"` and `"mamba"`, they differ, too. With `"qwen3_5_text"` and `"falcon_h1"`,
+transformers 5.24 raises an error unless kernels for their convolutions are installed.
 
 ```python
 from tempfile import mkdtemp

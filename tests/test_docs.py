@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 import shlex
+from itertools import pairwise
 from pathlib import Path
 from typing import get_args
 
@@ -159,7 +160,8 @@ def assert_parses(argv):
         assert make_parser().parse_args(argv[1:]).command == command
     elif program in ("accelerate", "torchrun"):
         script = options.index("scripts/dpo.py")
-        assert program == "torchrun" or (ROOT / options[options.index("--config_file") + 1]).is_file()
+        files = [each for name, each in pairwise(options) if name in ("--config_file", "--config")]
+        assert [file for file in files if not (ROOT / file).is_file()] == []
         parses("dpo", options[script + 1 :])
     elif argv[:3] == ["python", "-m", "scripts.benchmark"]:
         make_benchmark_parser().parse_args(argv[3:])

@@ -50,6 +50,40 @@ EXPLANATION = (
     "same in core time. The last two have floating-point operations with shared prefixes, relative to padded TRL's and "
     "to the fewest possible."
 )
+CHOICE_HEADS = (
+    *("SFT with", "computes", "exact", "needs"),
+    *("tokens / fewest", "FLOPs / fewest", "speed", "peak memory"),
+)
+# What a user can choose for SFT, by method: what it computes, whether it is exact, and what it needs
+CHOICES = {
+    "trl": ("TRL, padded", "all rows at the width of the longest", "what others are compared with", "nothing"),
+    "trl-kept": ("TRL, `gradient_checkpointing=False`", "the same; no layer recomputes", "yes", "memory"),
+    "trl-padding-free": (
+        "TRL, `padding_free=True`",
+        "real tokens; without flash attention, all pairs of them, under a mask",
+        "if the model keeps rows apart: [some do not](packed.md), and nothing says so",
+        "`max_length=None`, rows that you have truncated, and flash attention to be fast",
+    ),
+    "trl-packing": (
+        "TRL, `packing=True`",
+        "rows of `max_length` tokens, each filled with several examples; the same pairs",
+        "the same, and each step holds more examples",
+        "a learning rate for [fewer, larger steps](benchmarks/packing.md), and flash attention to be fast",
+    ),
+    "flat": (
+        "here",
+        "real tokens, and the pairs within each row",
+        "proven [on your model and on your batches](accuracy.md#what-is-proven-when)",
+        "a model that passes: [most do](models.md)",
+    ),
+    "shared": ("here, `prefix_sharing=True`", "the same, and what rows start with once", "the same", "the same"),
+    "budget": (
+        'here, also `memory_budget="auto"`',
+        "the same; as few layers recompute as memory requires",
+        "the same",
+        "the same",
+    ),
+}
 
 
 def results(folder: Path) -> list[tuple[str, dict[str, Any]]]:
@@ -167,6 +201,34 @@ def speed_and_memory(run: dict[str, Any], result: dict[str, Any], name: str) -> 
     return f"{methods[name]['speedup']:.1f}x{flag(run, name)}", memory
 
 
+def choices(folder: Path) -> str:
+    """What a user has for SFT, TRL's ways and ours, with the figures of the newest result."""
+    dated = [(result["date"], path, result) for path, result in results(folder) if Path(path).stem == "sft"]
+    if not dated:
+        return ""
+    _, path, result = max(dated, key=lambda each: each[0])
+    runs, lines = result["runs"], []
+    for name, said in CHOICES.items():
+        found = [run["methods"][name] for run in runs if name in run["methods"]]
+        figures = [
+            ", ".join(f"{method['tokens_over_limit']:.2f}" for method in found),
+            ", ".join(f"{method['flops_over_limit']:.2f}" for method in found),
+            ", ".join(f"{method['speedup']:.1f}x" for method in found),
+            ", ".join(filter(None, (speed_and_memory(run, result, name)[1].partition(" (")[0] for run in runs))),
+        ]
+        lines.append([*said, *figures])
+    environment, settings = result["environment"], result["settings"]
+    rows = " and ".join(HEADLINE.get(("sft", run["rows"]), run["rows"]).removeprefix("SFT, ") for run in runs)
+    page = f"benchmarks/{Path(path).with_suffix('.md').as_posix()}"
+    explained = (
+        f"Figures are for {rows}, [measured]({page}) on {machine_name(environment)}, with "
+        f"{display_name(settings['model'])}, rows of at most {settings['max_length']} tokens, and attention by "
+        f"{result['attention']['trl']}. Tokens and FLOPs are relative to the fewest "
+        "that an exact method needs if every layer recomputes, and speed to padded TRL."
+    )
+    return "\n".join([*table(CHOICE_HEADS, lines, left=4), "", explained])
+
+
 def everything(folder: Path) -> str:
     """What the page of all results shows: the claim, and the rows where there is little to gain."""
     measured = rows(folder)
@@ -196,13 +258,14 @@ def between(page: str, marker: str, generated: str) -> str:
 
 def update(root: Path, check: bool) -> int:
     """
-    Write the tables into the READMEs of all languages and the page of all results.
+    Write the tables into the READMEs of all languages, the page of all results, and the page on moving here.
 
     With `check`, they are compared only. Returns 1 if a page is not what the results say, else 0.
     """
     folder, stale = root / "docs" / "benchmarks", False
     generated = {path: ("benchmark", headline(folder)) for path in sorted(root.glob("README*.md"))}
     generated[folder / "README.md"] = ("benchmark-tables", everything(folder))
+    generated[folder.parent / "moving_here.md"] = ("benchmark-choices", choices(folder))
     for path, (marker, text) in generated.items():
         current = path.read_text(encoding="utf-8")
         updated = between(current, marker, text)

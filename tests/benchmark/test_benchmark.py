@@ -290,6 +290,7 @@ def test_the_documentation_is_checked_against_the_results(tmp_path):
     folder = tmp_path / "docs" / "benchmarks"
     folder.mkdir(parents=True)
     pages = {tmp_path / "README.md": "benchmark", folder / "README.md": "benchmark-tables"}
+    pages[tmp_path / "docs" / "moving_here.md"] = "benchmark-choices"
     for written, marker in pages.items():
         written.write_text(f"before\n<!-- {marker}:start -->\nstale\n<!-- {marker}:end -->\nafter\n")
     assert tables.update(tmp_path, check=True) == 1
