@@ -29,8 +29,9 @@ from trl.scripts.rloo import RLOOScriptArguments
 from ..capabilities import module_of
 from ..core.device import has_accelerator
 from ..core.trainers.base import FlatTrainer
-from ..core.trainers.configs import PaddingFreeOptions, PaddingFreeSFTConfig, silence, valid_losses
+from ..core.trainers.configs import PaddingFreeOptions, PaddingFreeSFTConfig, silence
 from ..core.trainers.options import option
+from ..core.trainers.values import DOCUMENTED, documented_words
 from ..registry import TRAINERS
 from .load import load_data, refuse_unreachable
 from .options import LOADING, TRACEBACK, OneLineParser, answer_at_once, refuse
@@ -119,13 +120,16 @@ class ScriptParser(OneLineParser, TrlParser):
     ours: Any = None  # an argument group, whose class is private
 
     def __init__(self, dataclass_types: Sequence[Any], **options: Any):
-        self.losses = [loss for config in dataclass_types for loss in valid_losses(config)]
+        self.words = {
+            name: [word for config in dataclass_types for word in documented_words(config, name)] for name in DOCUMENTED
+        }
         super().__init__(dataclass_types, **options)
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
         name = options.get("dest") or names[0].removeprefix("--")
-        if name == "loss_type" and "choices" not in options:  # TRL would only check it when it computes the loss
-            options |= {"choices": self.losses or None, "metavar": "LOSS_TYPE"}
+        # TRL would only check it when it computes the loss. `scale_rewards` may also be a truth value
+        if name in DOCUMENTED and name != "scale_rewards" and "choices" not in options:
+            options |= {"choices": self.words[name] or None, "metavar": name.upper()}
         if name not in _OURS:
             return super().add_argument(*names, **options)
         self.ours = self.ours or self.add_argument_group("options of trl-paddingfree")

@@ -27,7 +27,7 @@ from trl_paddingfree import (
     PreferenceCollator,
     RewardCollator,
 )
-from trl_paddingfree.core.trainers.configs import valid_losses
+from trl_paddingfree.core.trainers.values import DOCUMENTED, documented_words
 from trl_paddingfree.registry import TRAINERS
 
 SEED = 7793
@@ -169,6 +169,14 @@ REFUSED = {
     "a class of adapters": ("sft", {"peft_config": LoraConfig}, r"is the class .* pass `LoraConfig\(...\)`"),
     "a path": ("sft", {"model": Path("model")}, "`model` is a PosixPath, .*: pass `str.model.`"),
     "no model": ("sft", {"model": None}, "`model` is `None`, and neither a model nor the name of one"),
+    "no loss at all": ("dpo", {"loss_type": []}, r"`loss_type=\[\]` has no loss: name at least one of 'sigmoid', "),
+    "no divergence": (
+        "dpo",
+        {"f_divergence_type": "kl"},
+        "`f_divergence_type='kl'` is not a value of TRL's DPOTrainer, which has 'reverse_kl', 'forward_kl', ",
+    ),
+    "no scale": ("grpo", {"scale_rewards": "batches"}, "which has 'group', .* mean `scale_rewards='batch'`"),
+    "no folder": ("dpo", {"output_dir": ""}, "`output_dir=''` names no folder"),
     "a file": ("dpo", {"output_dir": __file__}, "`output_dir='.*py'` is a file, and checkpoints go to a folder"),
     "a folder in a file": ("sft", {"output_dir": f"{__file__}/a/b"}, "` lies below '.*py', which is a file"),
 }
@@ -329,15 +337,22 @@ def test_a_collator_of_the_users_own_that_calls_ours_is_used_and_left_as_it_is()
     assert not collator.padding_free
 
 
-def test_the_losses_that_are_listed_are_those_that_trl_computes():
+def test_the_words_that_are_listed_are_those_that_trl_reads():
     """TRL names them in its documentation, and compares with them in its code."""
-    listed = {task: valid_losses(trainer.config_class) for task, trainer in TRAINERS.items()}
-    assert {task for task, losses in listed.items() if losses} == {"dpo", "sft", "kto", "grpo"} & TRAINERS.keys()
-    for task, losses in listed.items():
-        source = inspect.getsource(sys.modules[TRAINERS[task].trl_trainer.__module__])
-        computed = {*re.findall(r'(?<!args\.)loss_type == "(\w+)"', source)}
-        assert computed <= {*losses}
-        assert [name for name in losses if f'"{name}"' not in source and name != "chunked_nll"] == []
+    listed = {
+        (task, name): words
+        for task, trainer in TRAINERS.items()
+        for name in DOCUMENTED
+        if (words := documented_words(trainer.config_class, name))
+    }
+    assert {task for task, name in listed if name == "loss_type"} == {"dpo", "sft", "kto", "grpo"} & TRAINERS.keys()
+    for (task, name), words in listed.items():
+        trainer = TRAINERS[task]
+        modules = {sys.modules[each.__module__] for each in (trainer.trl_trainer, trainer.trl_config)}
+        source = "".join(map(inspect.getsource, modules))
+        compared = {*re.findall(rf'(?<!args\.){name} == "(\w+)"', source)}
+        assert compared <= {*words}, (task, name)
+        assert [word for word in words if f'"{word}"' not in source and word not in ("chunked_nll", "vllm")] == []
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------

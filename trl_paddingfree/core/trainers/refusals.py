@@ -21,6 +21,7 @@ from ..data.task import Task
 from ..model.adapters import why_padded, why_padded_by
 from ..model.flat_model import UNCOMPILED
 from .configs import Arguments, PaddingFreeOptions, given_datasets
+from .values import trains_nothing
 
 logger = logging.get_logger(__name__)
 
@@ -90,6 +91,11 @@ def refuse_unflattenable(arguments: Arguments, task: Task, collator: type[FlatCo
                 f"`accelerator_config={{'{option}': True}}` cuts batches along their first dimension, which a flat "
                 f"batch does not have. Leave `{option}` out, or set `padding_free=False`."
             )
+    if trains_nothing(config):
+        logger.warning(
+            f"`num_train_epochs={config.num_train_epochs}` without `max_steps`: training ends before its first step, "
+            "as in TRL."
+        )
     if config.per_device_train_batch_size == 1 and isinstance(config, SFTConfig) and not config.packing:
         logger.warning(
             "`padding_free=True` with `per_device_train_batch_size=1`: there is next to nothing to gain, because a "
@@ -106,6 +112,8 @@ def is_ours(trainer_class: type, method: str) -> bool:
 
 def refuse_no_folder(output_dir: str) -> None:
     """Refuse an `output_dir` that is no folder and cannot become one, before models are loaded."""
+    if not output_dir:
+        raise ValueError(f"`output_dir={output_dir!r}` names no folder, and checkpoints go to one: name it.")
     path = Path(output_dir)
     there = next(each for each in (path, *path.absolute().parents) if each.exists() or each.is_symlink())
     # Dangling links do not exist, and no folder can be made in their place
