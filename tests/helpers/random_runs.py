@@ -2,7 +2,8 @@
 
 import random
 import tempfile
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -26,7 +27,11 @@ from tests.helpers.vision import (
 )
 from tests.runs import Run, off_by, run
 from trl_paddingfree import UnprovenModelError
+from trl_paddingfree.registry import TRAINERS
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+# Parts of the names of figures that differ between any two runs, or that looks add
+MEASURED = ("time", "second", "memory", "check_error")
 # Averaged over micro-batches: moving examples weighs their tokens anew
 _MOVED = ("entropy", "logits/", "mean_token_accuracy", "min_reward", "max_reward", "clip_ratio", "kl", "vespo/")
 
@@ -121,7 +126,7 @@ _ROWS = {"dpo": _pair, "reward": _pair, "sft": _instruction, "kto": _unpaired}
 # --- Training ------------------------------------------------------------------------------------------------------
 
 
-def _arguments(drawn):
+def _arguments(drawn, dtype):
     """Fresh models and a tokenizer, the same each time."""
     model, reference = drawn["model"], drawn["model"]["reference"].split()[-1]
     tokenizer = make_tokenizer()
@@ -142,7 +147,12 @@ def _arguments(drawn):
             made = auto.from_config(config, attn_implementation=attention)
         if made.base_model is made:  # Llama 4, whose prefix is that of the model with images
             made.base_model_prefix = "model"
-        return in_float64(made).train()
+        if drawn.get("dropout"):
+            for module in made.modules():
+                for name in ("attention_dropout", "p"):
+                    if isinstance(vars(module).get(name), float):
+                        setattr(module, name, drawn["dropout"])
+        return in_float64(made).to(dtype).train()
 
     given = {"model": make(model["seed"]), "processing_class": tokenizer}
     torch.manual_seed(model["seed"])
@@ -169,9 +179,9 @@ class _Gradients(TrainerCallback):
         self.steps.append(gradients_of(model))
 
 
-def train(drawn: dict[str, Any], is_ours: bool) -> Run:
-    """Train a draw, by this package or padded TRL."""
-    given = {**_arguments(drawn), **drawn["options"], **(drawn["ours"] if is_ours else {})}
+def train(drawn: dict[str, Any], is_ours: bool, dtype: torch.dtype = torch.float64, **options: Any) -> Run:
+    """Train a draw, by this package or padded TRL, in a dtype and with other `options`."""
+    given = {**_arguments(drawn, dtype), **drawn["options"], **(drawn["ours"] if is_ours else {}), **options}
     given["eval_dataset"] = make_data(drawn, offset=1) if "eval_strategy" in given else None
     with tempfile.TemporaryDirectory(prefix="random_draw_") as folder:
         given |= {"train_dataset": make_data(drawn), "output_dir": folder, "steps": 2}
@@ -212,6 +222,60 @@ def outcome(seed: int) -> dict[str, Any]:
     if off := off_by(padded, ours, TOLERANCE, _ignored(drawn)):
         return {**drawn, "verdict": "different", "differences": off}
     return {**drawn, "verdict": "same", "method": ours.trainer.method}
+
+
+def outcome_of_looks(seed: int) -> dict[str, Any]:
+    """
+    Run the draw of a seed without looks at its batches and with one at each step, in float64, float32 or bfloat16: all
+    bits of weights, gradients and figures have to be the same.
+
+    Returns:
+        `dict[str, Any]`: As of [`outcome`], with the `"dtype"`, and how many `"looks"` there were at how many `"rows"`.
+        The `"verdict"` is `"alarm"` if a look ends training.
+    """
+    drawn = draw(seed)
+    dtype = DTYPES[seed % len(DTYPES)]
+    drawn["dtype"] = str(dtype).removeprefix("torch.")
+    rng = random.Random(f"noise {seed}")
+    drawn["dropout"] = rng.choice([0.0, 0.0, 0.1])
+    if "disable_dropout" in {field.name for field in fields(TRAINERS[drawn["task"]].config_class)}:
+        drawn["options"]["disable_dropout"] = not drawn["dropout"]
+    drawn["options"]["neftune_noise_alpha"] = rng.choice([None, None, 5.0])
+    with float64_throughout() if dtype == torch.float64 else nullcontext():
+        try:
+            without = train(drawn, True, dtype, check_steps=0)
+        except Exception as error:  # noqa: BLE001 (whatever cannot be trained is nothing to look at)
+            return {**drawn, "verdict": "refused", "reason": _said_by(error)}
+        try:
+            looked = train(drawn, True, dtype, check_steps=1)
+        except UnprovenModelError as error:
+            return {**drawn, "verdict": "alarm", "reason": _said_by(error)}
+        except Exception as error:  # noqa: BLE001 (reported as a failure)
+            return {**drawn, "verdict": "failed", "reason": _said_by(error)}
+    looks = looked.trainer._looks.found
+    drawn |= {"looks": looks.number, "rows": looks.rows, "error": looks.largest_error, "missing": looks.not_compared}
+    if off := other_bits(without, looked):
+        return {**drawn, "verdict": "different", "differences": off}
+    return {**drawn, "verdict": "same", "method": looked.trainer.method}
+
+
+def other_bits(one: Run, other: Run) -> list[str]:
+    """The names of the weights, gradients and logged figures that two runs do not have bit for bit in common."""
+
+    def same(x, y):
+        return torch.equal(x, y) or (torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(), y.nan_to_num()))
+
+    named = [(f"gradient {i} of ", x, y) for i, (x, y) in enumerate(zip(one.gradients, other.gradients, strict=True))]
+    off = [
+        prefix + name
+        for prefix, x, y in [("", one.weights, other.weights), *named]
+        for name in x.keys() | y.keys()
+        if not (name in x and name in y and same(x[name], y[name]))
+    ]
+    for step, (x, y) in enumerate(zip(one.log_history, other.log_history, strict=True)):
+        names = {name for name in x.keys() | y.keys() if not any(part in name for part in MEASURED)}
+        off += [f"{name} of log {step}" for name in names if repr(x.get(name)) != repr(y.get(name))]
+    return off
 
 
 def _said_by(error):

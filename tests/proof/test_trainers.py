@@ -2,12 +2,13 @@
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.helpers.tiny import DATA, arguments, make_model
+from tests.helpers.tiny import DATA, arguments, following_rotary, make_model, preference_data
 from tests.runs import make_trainer, train
 from trl_paddingfree import PaddingFreeDPOConfig, UnprovenModelError
 from trl_paddingfree.registry import TRAINERS
@@ -32,7 +33,7 @@ def assert_same_bits(without, looked):
 
 
 def assert_looked(run, times):
-    looks = run.trainer._looks
+    looks = run.trainer._looks.found
     assert looks.number == times
     assert looks.rows >= times
     assert looks.largest_error < ROUNDING
@@ -73,7 +74,7 @@ def test_looks_leave_no_trace_whatever_the_options(task, given):
 
     without, looked = (trained(task, every, steps=2, **fresh()) for every in (0, 1))
     assert_same_bits(without, looked)
-    looks = looked.trainer._looks
+    looks = looked.trainer._looks.found
     assert looks.number
     assert looks.largest_error < ROUNDING
     assert all("in slices" in reason for reason in looks.not_compared)
@@ -134,10 +135,10 @@ def test_mismatched_rows_of_kto_are_compared():
 
 def test_the_state_and_the_card_say_what_was_compared(tmp_path):
     run = trained("dpo", 1, steps=2, output_dir=str(tmp_path), save_strategy="steps", save_steps=2)
-    looks = run.trainer._looks
+    looks = run.trainer._looks.found
     state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
     found = state["stateful_callbacks"]["Looks"]["attributes"]
-    assert found == looks.state()["attributes"]
+    assert found == asdict(looks)
     assert found["number"] == 4
     assert found["tokens"] > 100
     run.trainer.create_model_card()
@@ -145,7 +146,7 @@ def test_the_state_and_the_card_say_what_was_compared(tmp_path):
     assert f"4 of its batches ({looks.rows:,} rows, {looks.tokens:,} tokens) were computed row by row" in card
     resumed = make_trainer("dpo", "shared", steps=3, check_steps=1, output_dir=str(tmp_path), **arguments("dpo"))
     resumed.train(resume_from_checkpoint=True)
-    assert resumed._looks.number == 6
+    assert resumed._looks.found.number == 6
 
 
 def test_without_looks_nothing_is_added(tmp_path):
@@ -163,13 +164,112 @@ def test_other_values_are_refused(value, tmp_path):
     assert not any(Path(tmp_path).iterdir())
 
 
-@pytest.mark.parametrize(("dtype", "step"), [(torch.float32, 1), (torch.bfloat16, 3)], ids=str)
-def test_what_rounding_may_do_once_has_to_recur_in_low_precision(dtype, step):
-    """A size that is wrong, of answers, and no leak."""
+def scaled_above(model, tokens, factor):
+    """Layers of flat rows of more `tokens` are off by a `factor`: a size that is wrong, and no leak."""
+    mlp = model.base_model.layers[0].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x) * (factor if x.size(0) == 1 and x.size(1) > tokens else 1)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_size_that_is_off_with_other_tokens_too_is_a_mistake(dtype):
     given = arguments("sft", model=make_model(dtype=dtype), adapters=False)
     trainer = make_trainer("sft", "shared", steps=4, check_steps=1, train_dataset=DATA["sft"](16, 1), **given)
-    mlp = trainer.model.base_model.layers[0].mlp
-    forward = mlp.forward
-    mlp.forward = lambda x: forward(x) * (2 if x.size(0) == 1 and x.size(1) > 40 else 1)
-    with pytest.raises(UnprovenModelError, match=f"before step {step}, of"):
+    scaled_above(trainer.model, 40, 2)
+    with pytest.raises(UnprovenModelError, match="before step 1, of"):
         trainer.train()
+
+
+def test_a_size_that_is_off_with_some_tokens_only_is_rounding_in_low_precision(caplog):
+    """As if rounding sent one of them to another expert: said, and counted."""
+    given = arguments("sft", model=make_model(dtype=torch.bfloat16), adapters=False)
+    trainer = make_trainer("sft", "shared", steps=1, check_steps=1, train_dataset=DATA["sft"](16, 1), **given)
+    mlp = trainer.model.base_model.layers[0].mlp
+    forward, first = mlp.forward, []
+
+    def wrong(states):
+        found = forward(states)
+        if states.size(0) > 1 or states.size(1) <= 40:
+            return found
+        first.append(states.detach().clone())
+        return found * (2 if torch.equal(states, first[0]) else 1)
+
+    mlp.forward = wrong
+    trainer.train()
+    assert trainer._looks.found.doubts == 1
+    assert "of their size, but not with other tokens in the same places" in caplog.text
+    assert "In 1 of them, more differed" in str(trainer._looks.found)
+
+
+def failing(model, fails):
+    """Calls of the model fail whose layers get states of a certain shape."""
+    mlp = model.base_model.layers[0].mlp
+    forward = mlp.forward
+
+    def checked(states):
+        if fails(*states.shape[:2]):
+            raise RuntimeError("out of memory,\nand much more")
+        return forward(states)
+
+    mlp.forward = checked
+
+
+@pytest.mark.parametrize("task", ["sft", "dpo"])
+def test_rows_that_cannot_be_computed_alone_are_left_out_and_named(task, tmp_path, caplog):
+    data = {"train_dataset": DATA[task](16, 1), "output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 1}
+    options = {"steps": 1, "check_steps": 1, "train_sampling_strategy": "sequential", **data}
+    trainer = make_trainer(task, "flat", **options, **arguments(task, adapters=False))
+    longest = next(iter(trainer.get_train_dataloader()))["attention_mask"].sum(1).max()
+    failing(trainer.model, lambda rows, length: rows == 1 and length == longest)
+    trainer.train()
+    found = trainer._looks.found
+    reason = "rows could not be computed alone (RuntimeError: out of memory,)"
+    assert found.not_compared == [reason]
+    assert found.left_out >= 1
+    assert found.rows
+    assert re.search(
+        r"before step 1, rows? [\d, ]+ (was|were) not computed alone \(RuntimeError: out of memory,\)", caplog.text
+    )
+    state = json.loads((tmp_path / "checkpoint-1" / "trainer_state.json").read_text())
+    assert state["stateful_callbacks"]["Looks"]["attributes"]["not_compared"] == [reason]
+    trainer.create_model_card()
+    assert f"{found.left_out} rows were left out. Not compared: {reason}." in (tmp_path / "README.md").read_text()
+
+
+def test_training_goes_on_if_no_row_can_be_computed_alone_and_says_so(tmp_path, caplog):
+    data = {"train_dataset": DATA["sft"](16, 1), "output_dir": str(tmp_path)}
+    trainer = make_trainer("sft", "flat", steps=1, check_steps=1, **data, **arguments("sft", adapters=False))
+    failing(trainer.model, lambda rows, length: rows == 1 and length < 40)
+    trainer.train()
+    assert trainer._looks.found.number == 0
+    assert "no row could be computed alone" in caplog.text
+    assert not any("flat/check_error" in entry for entry in trainer.state.log_history)
+    trainer.create_model_card()
+    assert "none of its batches could be compared with its rows" in (tmp_path / "README.md").read_text()
+
+
+def test_rows_that_padding_makes_fail_measure_no_rounding():
+    """Rows of all positions that a table has: rounding is measured where they fit, and nothing is said of them."""
+    given = arguments("sft", model=make_model(dtype=torch.bfloat16), adapters=False)
+    trainer = make_trainer("sft", "flat", steps=1, check_steps=1, train_dataset=DATA["sft"](16, 1), **given)
+    longest = next(iter(trainer.get_train_dataloader()))["attention_mask"].sum(1).max()
+    failing(trainer.model, lambda rows, length: rows == 1 and longest < length < longest + 9)
+    scaled_above(trainer.model, 40, 2)
+    with pytest.raises(UnprovenModelError, match="before step 1, of"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+@pytest.mark.parametrize("task", ["sft", "grpo"])
+def test_rotary_frequencies_that_follow_the_longest_row_follow_it_in_single_rows(kind, task):
+    given = arguments(task, model=make_model(**following_rotary(24, kind)), adapters=False)
+    assert_looked(trained(task, 1, steps=2, **given), LOOKS[task])
+
+
+@pytest.mark.parametrize("max_length", [4, 30])
+def test_rows_without_anything_to_score_have_no_gradient(max_length):
+    """Long prompts that `max_length` cuts before their completions."""
+    options = {"train_dataset": preference_data(16, 1, conversational=False), "max_length": max_length}
+    run = trained("dpo", 1, steps=2, truncation_mode="keep_start", **options, **arguments("dpo", adapters=False))
+    assert_looked(run, LOOKS["dpo"])

@@ -23,7 +23,7 @@ from ..core.data.task import Task
 from ..core.flat.batch import FlatBatch, Inputs
 from ..core.model.architecture import TYPE_ROWS
 from ..core.model.edits import EditedRowsError
-from .cuts import IMAGE_ARGUMENTS, Cuts, entries_of, equal_images, numbered, row_cuts
+from .cuts import IMAGE_ARGUMENTS, PER_ROW, Cuts, entries_of, equal_images, numbered, row_cuts, spans_of
 from .examples import images_of
 from .rows import RowImages, VisionRules
 
@@ -192,7 +192,9 @@ class CollatedImageRows(CollatedRows):
                 )
             sources = [*self.sources] * (len(rows["input_ids"]) // self.num_items)
             num_pixels = sum(map(torch.numel, pixels))
-            make = RowImages(rules, sources, rows.get("image_grid_thw"), num_pixels=num_pixels).flatten
+            grids, cuts = rows.get("image_grid_thw"), self.cuts
+            own = None if cuts is None else {name: spans_of(sources, cut) for name, cut in cuts.items()}
+            make = RowImages(rules, sources, grids, num_pixels=num_pixels, own=own).flatten
         # A plain dict with the rows first: the data loader takes the first value's length, and moves the others
         return {"input_ids": rows["input_ids"], **rows, "flat_batch": collator.flatten(rows, make)}
 
@@ -212,7 +214,9 @@ def example_cuts(images: Inputs, num_images: Sequence[int], tokens: Sequence[int
         return {}
     if pixels is None or not all(isinstance(x, torch.Tensor) for x in images.values()):
         return None
-    is_known = images.keys() <= {*IMAGE_ARGUMENTS} and (pixels.ndim == 4 or not images.keys().isdisjoint(_TELLING))
+    is_known = images.keys() <= {*IMAGE_ARGUMENTS, PER_ROW} and (
+        pixels.ndim == 4 or not images.keys().isdisjoint(_TELLING)
+    )
     if total == len(num_images) and {*num_images} != {1} and not is_known:
         return None  # may be one entry per image, or one per example
     given = {**images, "num_images": [*num_images]}

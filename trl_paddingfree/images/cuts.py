@@ -1,6 +1,7 @@
 """Which entries of image arguments belong to which row, and which rows have equal images."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ IMAGE_ARGUMENTS = (
     "spatial_shapes",
 )
 COUNTS = ("num_images", "num_tiles")
+# What LLaVA-OneVision's processor adds: a number for each row that has images
+PER_ROW = "batch_num_images"
 # How many entries each row, or each example, has in each argument with images
 Cuts = Mapping[str, Sequence[int]]
 
@@ -36,6 +39,8 @@ def row_cuts(arguments: Inputs) -> Cuts:
         if name in COUNTS:
             continue
         cuts[name] = list(map(len, value)) if isinstance(value, list) else [1] * num_rows
+        if name == PER_ROW:
+            cuts[name] = [min(number, 1) for number in arguments["num_images"]]
         if sum(cuts[name]) != len(arguments[name]):
             raise ValueError(
                 f"`{name}` has {len(arguments[name])} entries, and it is not known to which of the {num_rows} rows "
@@ -53,6 +58,17 @@ def entries_of(rows: Sequence[int], cut: Sequence[int]) -> np.ndarray:
     """
     of_rows = np.split(np.arange(sum(cut)), np.cumsum(cut))
     return np.concatenate([of_rows[row] for row in (*rows, -1)])  # after the last row, nothing is left
+
+
+def spans_of(rows: Iterable[int], cut: Sequence[int]) -> list[slice]:
+    """
+    Where the entries of each of some rows are, where `cut` says how many entries each row has.
+
+    >>> spans_of([2, 0], [2, 1, 3])
+    [slice(3, 6, None), slice(0, 2, None)]
+    """
+    ends = [0, *accumulate(cut)]
+    return [slice(ends[row], ends[row + 1]) for row in rows]
 
 
 def numbered(keys: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core.flat.batch import Inputs
-from .cuts import COUNTS, IMAGE_ARGUMENTS, Cuts, entries_of, equal_images, numbered, row_cuts
+from .cuts import COUNTS, IMAGE_ARGUMENTS, Cuts, entries_of, equal_images, numbered, row_cuts, spans_of
 from .rows import RowImages, VisionRules
 
 
@@ -40,4 +40,6 @@ class GeneratedImages:
         places = {name: torch.from_numpy(entries_of(owners, cut)) for name, cut in self.cuts.items()}
         grids = None if self.grids is None else self.grids[places["image_grid_thw"]]
         kept = tuple((name, entries - sum(self.cuts[name][:start])) for name, entries in places.items())
-        return RowImages(rules, sources, grids, kept, len(places["pixel_values"]) * self.pixels_per_entry)
+        own = {name: spans_of(range(num_rows), cut[start : self.num_taken]) for name, cut in self.cuts.items()}
+        num_pixels = len(places["pixel_values"]) * self.pixels_per_entry
+        return RowImages(rules, sources, grids, kept, num_pixels, own)

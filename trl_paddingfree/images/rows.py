@@ -7,7 +7,7 @@ tower. Shape legend: see `segments`; in addition
     I = placeholders on the flat axis; several of them may need the same feature, if rows share a source
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,6 +69,7 @@ class RowImages:
     # For arguments of the model that may have entries of other images, too: which entries belong to the sources
     kept: tuple[tuple[str, torch.Tensor], ...] = ()
     num_pixels: int = 0  # how many pixel values the vision tower gets for the sources
+    own: Mapping[str, Sequence[slice]] | None = None  # of arguments of the model, the entries of each row, if known
 
     def firsts(self, rows: Arrays) -> np.ndarray:
         """
@@ -155,6 +156,8 @@ class RowImages:
             places=np.concatenate(paths),
             kept=self.kept,
             num_pixels=self.num_pixels,
+            rules=self.rules,
+            own=self.own,
         )
 
 
@@ -170,6 +173,8 @@ class FlatImages(HasTensors, PassHook):
     places: np.ndarray  # flat positions of the rows' tokens, one row after another, int64
     kept: tuple[tuple[str, torch.Tensor], ...]  # see [`RowImages`]
     num_pixels: int
+    rules: VisionRules
+    own: Mapping[str, Sequence[slice]] | None  # see [`RowImages`]
 
     @staticmethod
     def of(batch: FlatBatch) -> "FlatImages | None":
@@ -179,6 +184,17 @@ class FlatImages(HasTensors, PassHook):
     @property
     def numbers(self) -> int:  # type: ignore[override]
         return self.num_pixels
+
+    def alone(self, row: int, inputs: Inputs) -> tuple[Inputs, Callable[..., FlatBatch]]:
+        if self.own is None:
+            raise ValueError("it is not known which of its batch's images belong to which row")
+        inputs, has_any = dict(inputs), bool((inputs["input_ids"] == self.rules.token_id).any())
+        for name, entries in self.own.items():
+            value = inputs.pop(name, None)
+            if value is not None and has_any:  # where images are stacked, rows without have an entry, too
+                inputs[name] = value[entries[row]]
+        grids = inputs.get("image_grid_thw")
+        return inputs, RowImages(self.rules, [0], None if grids is None else grids.cpu()).flatten
 
     def inputs(self, flat_model: FlatModel, batch: FlatBatch, inputs: Inputs) -> Inputs:
         positions = self.positions(flat_model.model, batch.position_ids, batch.layout)

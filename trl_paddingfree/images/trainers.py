@@ -5,6 +5,7 @@ from copy import copy
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import ProcessorMixin
 
@@ -162,6 +163,8 @@ class Online(Images):
             if last[0] is not input_ids:  # asked twice for one call, as by what looks at it, images do not go on
                 make = images.next(len(input_ids), rules).flatten
                 last = input_ids, self.flatten(input_ids, attention_mask, labels, make)  # type: ignore[attr-defined]
+            elif torch.is_grad_enabled():  # what looks at a call has asked before, without gradients
+                self.flat.counts.new.append(last[1].counts)
             return last[1]
 
         return flatten

@@ -12,6 +12,7 @@ from trl import DistillationConfig, DistillationTrainer
 from ..capabilities import module_of
 from ..core import upstream
 from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
+from ..core.model.architecture import TYPE_ROWS
 from ..core.model.flat_model import FlatModel
 from ..core.trainers.configs import Arguments, PaddingFreeDistillationConfig
 from ..core.trainers.runtime import when_flat
@@ -45,6 +46,7 @@ class _Rows(NamedTuple):
     scored: torch.Tensor  # (R, L-1), on the host: which tokens are scored, from the second one on
     batch: FlatBatch
     others: Inputs  # what models get beside
+    types: Inputs  # of tokens, (R, L), which padded calls take, too
 
 
 class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
@@ -125,7 +127,8 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
         host_ids, host_mask, scored = torch.stack([ids, mask, scored]).cpu()  # in one copy: each waits for the device
         labels = host_ids.masked_fill(scored == 0, IGNORE_INDEX)
         batch = self.flattener(inputs)(host_ids, host_mask, labels).to(ids.device, non_blocking=True)
-        return _Rows(ids, mask, labels, scored[:, 1:] > 0, batch, self.beside_rows(inputs))
+        types = {name: inputs[name] for name in TYPE_ROWS if inputs.get(name) is not None}
+        return _Rows(ids, mask, labels, scored[:, 1:] > 0, batch, self.beside_rows(inputs), types)
 
     def rows_of_call(
         self, flat_model: FlatModel, args: tuple[Any, ...], kwargs: Inputs
@@ -137,7 +140,7 @@ class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):
             return super().rows_of_call(flat_model, args, kwargs)
         labels = rows.labels.to(rows.ids.device)
         given = {"input_ids": rows.ids, "attention_mask": rows.mask, "labels": labels, "fused_lm_head": True}
-        return {**rows.others, **given}, rows.batch
+        return {**rows.others, **rows.types, **given}, rows.batch
 
     @when_flat
     def _get_last_hidden_state(self, unwrapped_model, *args, **kwargs):

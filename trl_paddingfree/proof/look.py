@@ -10,23 +10,26 @@ at the embeddings. Then each row goes through the model alone. Compared are
 - the gradient at the tokens of each scored row with the sum of what the scored rows alone have there.
 
 Differences of a few units of rounding pass. Where there are larger ones, rounding is measured: by how much padding
-moves the answers and gradients of the same rows. Calls without gradients are compared by their answers.
+moves the answers and gradients of the same rows. In low precision, rounding may even send a token to another expert: a
+size that is off has to recur with other tokens in the same places, where a mistake of the layout does. Calls without
+gradients are compared by their answers.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ..core.check.comparison import HALF_DIGITS_FACTOR, MOST_NOISE, NOISE_FACTOR, Verdict, relative_error
-from ..core.check.probe import outside_autocast, rounding_unit
+from ..core.check.probe import outside_autocast, rounding_unit, tried_tokens
+from ..core.check.prove import Agree, draws_of
 from ..core.check.tokens import embeddings_watched, gradients_at_tokens, scale_of, wrong_tokens
-from ..core.check.training import as_in_training, as_it_answers
+from ..core.check.training import as_in_training, as_it_answers, raise_if_others_wait
 from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..core.model import architecture
 from ..core.model.flat_model import FlatModel
@@ -39,6 +42,8 @@ from ..core.model.restored import attributes_set
 _LEAST_UNITS, _LEAST_UNITS_IN_LOW_PRECISION = (16.0, 128.0), 2.0
 # Gradients of some rows are next to nothing: errors are relative to at least this share of the largest
 _LEAST_NORM = 0.01
+# Apart by more than there are steps
+_SEEDS = 2**40
 # By how many tokens rows are padded where rounding is measured: at another width, kernels round differently
 _WIDER = (5, 8)
 
@@ -52,11 +57,34 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Looked:
-    """What one look found, on how many rows and tokens."""
+    """
+    What one look found, on how many rows and tokens that it compared.
+
+    Args:
+        verdict (`Verdict`):
+            What was found. Its notes say what was not compared.
+        left_out (`dict`):
+            The rows that could not be computed alone, and why.
+        in_slices (`set`):
+            The rows that exceed the budget alone, so that they were computed in slices, too.
+        agreed (`bool`, *optional*, defaults to `True`):
+            Whether the verdict is positive on all processes.
+        doubt (`str`, *optional*, defaults to `""`):
+            What was off, in words, but not with other tokens in the same places.
+    """
 
     verdict: Verdict
     rows: int
     tokens: int
+    left_out: dict[int, str]
+    in_slices: set[int]
+    agreed: bool = True
+    doubt: str = ""
+
+    @property
+    def error(self) -> float:
+        """The largest difference, if it passed; -1 if nothing was compared, or it did not."""
+        return self.verdict.error if self.rows and self.verdict.passed and not self.verdict.skipped else -1.0
 
 
 @dataclass
@@ -89,7 +117,8 @@ class Rows:
     skipped: str = ""
     seed: int = 0
     largest: Callable[[int], int] = int
-    in_slices: set[int] = field(default_factory=set)  # rows alone that a budget has computed in slices
+    in_slices: set[int] = field(default_factory=set, init=False)  # rows alone that a budget has computed in slices
+    left_out: dict[int, str] = field(default_factory=dict, init=False)  # that cannot be computed alone, and why
 
     @cached_property
     def mask(self) -> np.ndarray:
@@ -103,9 +132,22 @@ class Rows:
 
     @cached_property
     def scored(self) -> list[int]:
-        """The rows that are differentiated: a random half."""
-        order = np.random.default_rng(self.seed).permutation(self.numbers)
-        return sorted(order[: max(len(order) // 2, 1)].tolist())
+        """The rows that are to be differentiated: a random half of those whose tokens are scored."""
+        has_any = np.ones(len(self.mask), bool)
+        if not self.flat_model.is_pooled and (labels := self.inputs.get("labels")) is not None:
+            has_any = (labels[:, 1:] != IGNORE_INDEX).any(1).cpu().numpy()
+        order = np.random.default_rng(self.seed).permutation([row for row in self.numbers if has_any[row]])
+        return sorted(order[: -(-len(order) // 2)].tolist())
+
+    @property
+    def compared(self) -> list[int]:
+        """The rows whose gradients are compared."""
+        return [row for row in self.scored if row not in self.left_out]
+
+    @cached_property
+    def reach(self) -> int:
+        """The length of the longest row, as positions say."""
+        return int(self.batch.position_ids.max()) + 1
 
     @cached_property
     def places(self) -> list[torch.Tensor]:
@@ -121,6 +163,29 @@ class Rows:
         drawn = np.random.default_rng([self.seed, row]).uniform(0.5, 1.5, start + len(answers))
         return (answers * torch.from_numpy(drawn[start:]).to(answers)).sum()
 
+    def with_other_tokens(self, draw: int) -> "Rows":
+        """
+        The same rows with each token replaced by another one, the same everywhere: the layout stays as it is. Special
+        tokens stay.
+        """
+        model, device = self.flat_model.model, self.batch.input_ids.device
+        configs = {id(each): each for each in (model.config, model.config.get_text_config())}.values()
+        named = [x for config in configs for name, x in vars(config).items() if name.endswith("token_id") and x]
+        special = {x for each in named for x in (each if isinstance(each, list) else [each])}
+        ids = np.array([x for x in tried_tokens(model).tolist() if x and x not in special], np.int64)
+        table = torch.arange(int(ids.max(initial=0)) + 1)
+        table[ids] = torch.from_numpy(np.random.default_rng([self.seed, draw]).permutation(ids))
+
+        def other(tokens):
+            known = (tokens >= 0) & (tokens < len(table))
+            return torch.where(known, table.to(tokens.device)[tokens * known], tokens)
+
+        names = ("input_ids", "labels")[: 2 - self.flat_model.is_pooled]
+        inputs = self.inputs | {x: other(y) for x in names if (y := self.inputs.get(x)) is not None}
+        tokens, next_tokens = other(self.batch.input_ids), other(self.batch.shift_labels)
+        batch = replace(self.batch, input_ids=tokens.to(device), shift_labels=next_tokens.to(device))
+        return replace(self, inputs=inputs, batch=batch, seed=self.seed + draw * _SEEDS)
+
     # --- passes -----------------------------------------------------------------------------------------------------
 
     def flat(self) -> Pass:
@@ -128,32 +193,49 @@ class Rows:
         with torch.no_grad():  # as a budget schedules it, but without what it notes of passes that train
             batch = self.flat_model.begin_pass(self.batch)
         with torch.compiler.set_stance("default"):  # compiled layers as they are
-            return self._computed(self.inputs | {"flat_batch": batch}, self.scored, batch)
+            return self._computed(self.inputs | {"flat_batch": batch}, self.compared, batch)
 
-    def alone(self, flat: Pass, wider: int = 0) -> Pass:
+    def tried(self, compute: Callable[[], Pass]) -> Pass | str:
+        """A pass or, in words, the error that the model raises. Raises it if other processes wait for the pass."""
+        try:
+            return compute()
+        except Exception as error:
+            raise_if_others_wait(self.flat_model.model, error)
+            return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+
+    def alone(self, flat: Pass, wider: int = 0) -> Pass | None:
         """
         All rows, one by one, each padded by so many tokens on its right, arranged as the pass of their `flat` batch.
-        The gradients of rows that share a token add up.
+        The gradients of rows that share a token add up. Rows that cannot be computed are noted as left out; if only
+        padding makes one fail, there is no pass.
         """
-        answers, at_tokens = torch.zeros_like(flat.answers), torch.zeros_like(flat.at_tokens)
+        fails, answers, at_tokens = False, torch.zeros_like(flat.answers), torch.zeros_like(flat.at_tokens)
         at_tokens = at_tokens.to(torch.promote_types(at_tokens.dtype, torch.float32))
         with attributes_set([(self.flat_model, "flatten", None)]):  # the rows alone are not made flat
             for i in range(self.largest(len(self.numbers))):
                 row = self.numbers[min(i, len(self.numbers) - 1)]  # processes with fewer rows repeat the last one
-                found = self._one(row, wider)
+                found = self.tried(partial(self._one, row, wider))
+                if isinstance(found, str):
+                    fails |= row not in self.left_out
+                    if not wider:
+                        self.left_out.setdefault(row, found)
+                    continue
                 start = self.start(row)
                 answers[row, start : start + found.answers.size(1)] = found.answers[0].to(answers.device)
                 if found.at_tokens.numel() and i < len(self.numbers):
                     at_tokens.index_add_(0, self.places[row].to(at_tokens.device), found.at_tokens.to(at_tokens))
-        return Pass(answers, at_tokens)
+        return None if wider and fails else Pass(answers, at_tokens)
 
     def _one(self, row: int, wider: int = 0) -> Pass:
         """One row alone, padded by so many tokens on its right; the gradients are those of its own tokens."""
         columns = np.flatnonzero(self.mask[row])
         start, stop = int(columns[0]), int(columns[-1]) + 1
-        pad_token = architecture.config_value(self.flat_model.model.config.get_text_config(), "pad_token_id")
-        fill = {"input_ids": pad_token or 0, "labels": IGNORE_INDEX}
+        config = self.flat_model.model.config.get_text_config()
+        fill = {"input_ids": architecture.config_value(config, "pad_token_id") or 0, "labels": IGNORE_INDEX}
         number, width = self.mask.shape
+        if architecture.rotary_limits(config):  # frequencies follow the longest row
+            wider += max(self.reach - (stop - start), 0)
+            fill["position_ids"] = self.reach - 1
 
         def cut(name, value):
             if not torch.is_tensor(value) or value.ndim < 2 or value.shape[:2] != (number, width):
@@ -161,11 +243,13 @@ class Rows:
             value = value[row : row + 1, start:stop]
             return torch.nn.functional.pad(value, [0, wider], value=fill.get(name, 0)) if wider else value
 
-        inputs = {name: cut(name, value) for name, value in self.inputs.items()}
+        inputs, make = {name: cut(name, value) for name, value in self.inputs.items()}, FlatBatch.from_padded
+        for hook in self.batch.hooks:
+            inputs, make = hook.alone(row, inputs)
         ids = inputs["input_ids"]
         if wider and inputs.get("attention_mask") is None:
             inputs["attention_mask"] = (torch.arange(ids.size(1), device=ids.device) < stop - start)[None].long()
-        batch = self._in_slices(inputs)
+        batch = self._in_slices(inputs, make)
         if batch is not None:
             self.in_slices.add(row)
             inputs["flat_batch"] = batch
@@ -173,7 +257,7 @@ class Rows:
         answers = found.answers if self.flat_model.is_pooled else found.answers[:, : found.answers.size(1) - wider]
         return Pass(answers, found.at_tokens[: stop - start])
 
-    def _in_slices(self, inputs: Inputs) -> FlatBatch | None:
+    def _in_slices(self, inputs: Inputs, make: Callable[..., FlatBatch]) -> FlatBatch | None:
         """The flat batch of a row alone if a budget computes it in slices; `None` if it fits, or without a budget."""
         if not self.flat_model.hooks:
             return None
@@ -181,7 +265,7 @@ class Rows:
         row = {name: inputs.get(name) for name in ("attention_mask", "labels")}
         mask = torch.ones_like(ids) if row["attention_mask"] is None else row["attention_mask"]
         labels = None if row["labels"] is None or self.flat_model.is_pooled else row["labels"].cpu()
-        batch = self.flat_model.begin_pass(FlatBatch.from_padded(ids.cpu(), mask.cpu(), labels))
+        batch = self.flat_model.begin_pass(make(ids.cpu(), mask.cpu(), labels))
         return batch.to(ids.device) if batch.schedule.cuts else None
 
     def _computed(
@@ -229,43 +313,56 @@ def untouched(flat_model: FlatModel) -> Iterator[None]:
         yield
 
 
-def look(rows: Rows) -> Looked:
+def look(rows: Rows, agree: Agree = bool) -> Looked:
     """
     Compare a flat batch with its rows alone, and leave the model, its buffers and all random states as they are. A call
     with gradients is tried in training mode, without dropout or noise, and with weights off zero that start there;
-    others in evaluation mode.
+    others in evaluation mode. In low precision, a size that is off has to recur with other tokens in the same places.
+
+    `agree` tells whether a verdict is true on all processes. Every process must call it equally often.
     """
+    found, doubt = _looked(rows), ""
+    for draw in range(1, draws_of(rows.flat_model.model)):
+        if agree(found.verdict.passed):
+            return replace(found, doubt=doubt)
+        if not agree(not found.verdict.failure):
+            return replace(found, agreed=False)
+        doubt = doubt or found.verdict.reason or "another process differs"
+        again = _looked(rows.with_other_tokens(draw))
+        if not again.verdict.passed or again.verdict.skipped:  # one that compares nothing explains nothing
+            found = found if found.verdict.reason else again
+        else:
+            found = again
+    agreed = agree(found.verdict.passed)
+    return replace(found, agreed=agreed, doubt=doubt if agreed else "")
+
+
+def _looked(rows: Rows) -> Looked:
     model = rows.flat_model.model
-    beside = {name for hook in rows.batch.hooks for name in hook.takes if rows.inputs.get(name) is not None}
-    if rows.largest(bool(beside)):  # what of it belongs to a row alone is not known here
-        names = " and ".join(f"`{name}`" for name in sorted(beside)) or "what another process has beside its rows"
-        return Looked(
-            Verdict(
-                notes=(f"its batches were not compared, because they come with {names}",), error=0.0, tolerance=0.0
-            ),
-            0,
-            0,
-        )
     trying = as_in_training(model, rows.call, every_layer=True) if rows.trains else as_it_answers(model)
     with untouched(rows.flat_model), trying:
         verdict = _verdict(rows)
-    notes = verdict.notes
-    if rows.skipped:
-        notes += (f"gradients were not compared, because {rows.skipped}",)
-    if rows.in_slices:
-        named = " and ".join(map(str, sorted(rows.in_slices)))
-        notes += (f"row {named} alone exceeds the budget, so that it was computed in slices, too",)
-    verdict = replace(verdict, notes=notes)
-    return Looked(verdict, len(rows.numbers), int(rows.mask.sum()))
+    if rows.skipped and not verdict.skipped:
+        verdict = replace(verdict, notes=(*verdict.notes, f"gradients were not compared, because {rows.skipped}"))
+    kept = [row for row in rows.numbers if row not in rows.left_out]
+    return Looked(verdict, len(kept), int(rows.mask[kept].sum()), rows.left_out, rows.in_slices)
 
 
 def _verdict(rows: Rows) -> Verdict:
     model = rows.flat_model.model
-    flat = rows.flat()
+    flat = rows.tried(rows.flat)
+    if isinstance(flat, str):
+        rows.left_out |= dict.fromkeys(rows.numbers, f"{flat}, of the flat batch")
+        return Verdict(skipped="nothing was computed")
     expected = rows.alone(flat)
+    assert expected is not None
+    if rows.largest(bool({*rows.left_out} & {*rows.scored})):  # gradients of rows that are left out are not known
+        flat = rows.flat()
     with outside_autocast(model):
         if not all(values.isfinite().all() for values in expected):
             found = Verdict(skipped="those of a row alone are not finite")
+        elif len(rows.left_out) == len(rows.numbers):
+            found = Verdict(skipped="no row could be computed alone")
         else:
             found = _compared(rows, flat, expected)
         # All processes measure rounding, or none does: their passes may wait for each other
@@ -279,14 +376,14 @@ def _verdict(rows: Rows) -> Verdict:
     with outside_autocast(model):
         if relative_error(again.answers, flat.answers) > rounding_unit(model):
             return Verdict(skipped="it draws at random in training, or keeps something of earlier calls")
-        return _compared(rows, flat, expected, noises)
+        return _compared(rows, flat, expected, [noise for noise in noises if noise is not None])
 
 
 def _compared(rows: Rows, flat: Pass, expected: Pass, noises: Sequence[Pass] = ()) -> Verdict:
     """What differs most beside its tolerance, of answers and of gradients; `noises` are the rows alone with padding."""
     if flat.at_tokens.numel():
-        alone = {row: expected.at_tokens[rows.places[row]] for row in rows.scored}
-        if failure := wrong_tokens(flat.at_tokens[None], alone, rows.places, rows.scored):
+        alone = {row: expected.at_tokens[rows.places[row]] for row in rows.compared}
+        if failure := wrong_tokens(flat.at_tokens[None], alone, rows.places, rows.compared):
             return Verdict(failure=failure)
     unit = rounding_unit(rows.flat_model.model)
     half = HALF_DIGITS_FACTOR * unit**0.5
@@ -307,7 +404,8 @@ def _compared(rows: Rows, flat: Pass, expected: Pass, noises: Sequence[Pass] = (
 def _errors_of_answers(rows: Rows, found: Pass, expected: Pass) -> dict[str, float]:
     """By row, in words, how far answers are off, relative to their size or at least one nat."""
     off, size = (x.pow(2).mean(1).sqrt() for x in (found.answers - expected.answers, expected.answers))
-    return {f"answers to row {i}": x for i, x in enumerate((off / size.clamp(min=1)).tolist())}
+    relative = (off / size.clamp(min=1)).tolist()
+    return {f"answers to row {i}": x for i, x in enumerate(relative) if i not in rows.left_out}
 
 
 def _errors_of_gradients(rows: Rows, found: Pass, expected: Pass) -> dict[str, float]:
@@ -315,7 +413,7 @@ def _errors_of_gradients(rows: Rows, found: Pass, expected: Pass) -> dict[str, f
     if not found.at_tokens.numel():
         return {}
     off, size = (x.double().norm(dim=1) for x in (found.at_tokens - expected.at_tokens, expected.at_tokens))
-    norms = torch.stack([torch.stack([x[rows.places[row]].norm() for x in (off, size)]) for row in rows.scored])
+    norms = torch.stack([torch.stack([x[rows.places[row]].norm() for x in (off, size)]) for row in rows.compared])
     least = _LEAST_NORM * norms[:, 1].max()
     relative = norms[:, 0] / torch.maximum(norms[:, 1], least).clamp(min=1e-300)
-    return dict(zip((f"gradients of row {row}" for row in rows.scored), relative.tolist(), strict=True))
+    return dict(zip((f"gradients of row {row}" for row in rows.compared), relative.tolist(), strict=True))

@@ -1,5 +1,6 @@
 """When a trainer looks at the batches that it trains on, and what it says of them: `check_steps`."""
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -7,8 +8,9 @@ from accelerate.utils import gather
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
+from transformers.utils import logging
 
-from ..core.check.prove import UnprovenModelError, draws_of
+from ..core.check.prove import UnprovenModelError
 from ..core.flat.batch import FlatBatch, Inputs
 from ..core.model.flat_model import FlatModel
 from ..core.model.restored import Change, attributes_set
@@ -16,7 +18,10 @@ from ..core.trainers.base import FlatTrainer
 from ..core.trainers.card import append_to_card
 from ..core.trainers.engine import is_sharded
 from ..core.trainers.runtime import when_flat
-from .look import Looked, Rows, look
+from .certificate import Certificate, explained
+from .look import Rows, look
+
+logger = logging.get_logger(__name__)
 
 
 class Looks(TrainerCallback, ExportableState):
@@ -29,25 +34,22 @@ class Looks(TrainerCallback, ExportableState):
 
     def __init__(self, trainer: "Proof"):
         self.trainer = trainer
-        self.number = self.rows = self.tokens = 0  # how often it looked, and at how much
-        self.largest_error = 0.0
-        self.not_compared: list[str] = []  # what it could not look at, and why
+        self.found = Certificate()
         self.logged_error: float | None = None  # the largest since the last log
         self.is_first = True
-        self.failed: dict[tuple[int, bool], int] = {}  # looks in a row that have found a difference, by calls
         self.hooks: list[Any] = []
         self.forwards: list[Change] = []  # of models, which distillation replaces for the time of a call
         self.seen: set[tuple[int, bool]] = set()  # which calls of the current step it has looked at
 
     def state(self) -> dict[str, Any]:
         """What is saved with a checkpoint."""
-        names = ("number", "rows", "tokens", "largest_error", "not_compared")
-        return {"args": {}, "attributes": {name: vars(self)[name] for name in names}}
+        return {"args": {}, "attributes": asdict(self.found)}
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.is_first = True
         resumed = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
-        vars(self).update(resumed["attributes"] if resumed else {})
+        if resumed:
+            self.found = Certificate(**resumed["attributes"])
 
     def on_step_begin(self, args, state, control, **kwargs):
         if self.is_first or state.global_step % self.trainer.flat.options.check_steps == 0:
@@ -101,54 +103,29 @@ class Looks(TrainerCallback, ExportableState):
                 trains=trains,
                 skipped=skipped,
                 seed=trainer.state.global_step,
-                largest=(lambda number: int(self._largest(number))) if together else int,
-            )
+                largest=(lambda number: int(self._gathered([number]).max())) if together else int,
+            ),
+            check.all_agree,
         )
-        self._count(looked)
-        key = id(flat_model), trains
-        if check.all_agree(looked.verdict.passed):
-            self.failed.pop(key, None)
-            return
-        self.failed[key] = self.failed.get(key, 0) + 1
-        # Rounding in low precision may send a token to another expert, but not with other tokens: a mistake recurs
-        if not check.all_agree(not looked.verdict.failure) or self.failed[key] >= draws_of(flat_model.model):
-            raise UnprovenModelError(self._explained(flat_model, looked))
-        self.is_first = True  # look at the next step, too
-        reason = looked.verdict.reason or "another process differs"
-        check.say(
-            f"`check_steps`: before step {trainer.state.global_step + 1}, {reason}. "
-            "Rounding may do this once, so that the trainer looks at the next step, too."
-        )
-
-    def _largest(self, number: float) -> float:
-        """The largest of all processes. Not by the accelerator, which gathers nothing while it computes a part."""
-        return gather(torch.tensor([float(number)], device=self.trainer.accelerator.device)).max().item()
-
-    def _count(self, looked: Looked) -> None:
-        verdict = looked.verdict
-        self.number += bool(looked.rows)
-        self.rows, self.tokens = self.rows + looked.rows, self.tokens + looked.tokens
-        is_compared = bool(looked.rows) and verdict.passed and not verdict.skipped
-        error = self._largest(verdict.error if is_compared else -1.0)
+        step = trainer.state.global_step + 1
+        found = self._gathered([looked.rows, looked.tokens, len(looked.left_out), looked.error, bool(looked.doubt)])
+        (rows, tokens, left_out, _, doubts), error = map(int, found.sum(0).tolist()), found[:, 3].max().item()
+        self.found.count(rows, tokens, left_out, error, doubts)
         if error >= 0:
-            self.largest_error = max(self.largest_error, error)
             self.logged_error = max(self.logged_error or 0.0, error)
-        for reason in verdict.not_compared:
-            if reason not in self.not_compared:
-                self.not_compared.append(reason)
-                self.trainer.flat.check.say(f"`check_steps`: of step {self.trainer.state.global_step + 1}, {reason}.")
+        doubt = [f"{looked.doubt}, but not with other tokens in the same places"] if looked.doubt else []
+        for message in [*self.found.news(looked), *doubt]:
+            logger.warning(f"`check_steps`: of the micro-batch before step {step}, {message}.")
+        if not looked.agreed:
+            raise UnprovenModelError(
+                f"{explained(flat_model, looked, f'the micro-batch before step {step}')} Set `padding_free=False` to "
+                "train with padding, or another `flat_attention`. Nothing was learnt from this micro-batch, and "
+                "earlier checkpoints stay."
+            )
 
-    def _explained(self, flat_model: FlatModel, looked: Looked) -> str:
-        verdict, step = looked.verdict, self.trainer.state.global_step + 1
-        if verdict.passed:
-            return f"Before step {step}, another process has found a mistake, which its message names."
-        allowed = "" if verdict.failure else f", where rounding explains {verdict.tolerance:.1e}"
-        return (
-            f"{type(flat_model.model).__name__} computes the micro-batch before step {step}, of {looked.rows} rows and "
-            f"{looked.tokens} tokens, by «{flat_model.route}» differently from its rows one by one: {verdict.reason}"
-            f"{allowed}. Set `padding_free=False` to train with padding, or another `flat_attention`. Nothing was "
-            "learnt from this micro-batch, and earlier checkpoints stay."
-        )
+    def _gathered(self, numbers: list[float]) -> torch.Tensor:
+        """Those of all processes. Not by the accelerator, which gathers nothing while it computes a part."""
+        return gather(torch.tensor([[*map(float, numbers)]], device=self.trainer.accelerator.device)).cpu()
 
 
 class Proof(FlatTrainer):
@@ -177,14 +154,8 @@ class Proof(FlatTrainer):
     @when_flat
     def create_model_card(self, *args, **kwargs):
         super().create_model_card(*args, **kwargs)
-        if self.is_world_process_zero() and (looks := self._looks) is not None and looks.number:
-            missing = "".join(f" Not compared: {reason}." for reason in looks.not_compared)
-            append_to_card(
-                self.args.output_dir,
-                f"\nWhile it trained, {looks.number} of its batches ({looks.rows:,} rows, {looks.tokens:,} tokens) "
-                "were computed row by row, too: answers and gradients differed by at most "
-                f"{looks.largest_error:.1e} of their size.{missing}\n",
-            )
+        if self.is_world_process_zero() and self._looks is not None and (said := str(self._looks.found)):
+            append_to_card(self.args.output_dir, f"\nWhile it trained, {said}\n")
 
 
 class Collated(Proof):

@@ -31,6 +31,14 @@ class PassHook:
     takes: tuple[str, ...] = ()  # arguments of a call that mean nothing to flat tokens without it, and are refused
     numbers: int = 0  # how many numbers it gives to modules beside the decoder, from which budgets predict memory
 
+    def alone(self, row: int, inputs: Inputs) -> tuple[Inputs, Callable[..., FlatBatch]]:
+        """
+        What a call with one `row` of the batch takes, of the `inputs` of the call with all rows, in which what has one
+        entry per token is that row's already; and what makes a flat batch of it. Images: the row's own pixels. The
+        proof on batches that train asks.
+        """
+        return inputs, FlatBatch.from_padded
+
     def begin(self, flat_model: "FlatModel", batch: FlatBatch) -> FlatBatch:
         """The `batch` as the model can compute it. Slices: whole, on a model that cannot cut it. Budgets: planned."""
         return batch
