@@ -90,7 +90,7 @@ for model_type in ("qwen3", "gpt_oss"):
 
 `check_packed` takes any function from rows to logits. Give it the one that your framework computes with, including its
 kernels and patches. The function gets a list of `(n,)` tensors, and returns the logits of each, in the same order. It
-may pack, pad or reorder them in between.
+may pack, pad or reorder them in between. [Neither needs TRL](any_trainer.md#without-trl).
 
 ```python
 import torch

@@ -14,6 +14,7 @@ import pytest
 import trl_paddingfree
 from tests.helpers.launching import finished
 from tests.test_house import FILES, PACKAGE
+from trl_paddingfree.core.versions import TESTED
 
 MODULES = sorted(
     module.name
@@ -77,21 +78,60 @@ def test_importing_every_module_changes_nothing_in_transformers_and_trl():
     assert json.loads(in_a_fresh_process(STATE, *MODULES).splitlines()[-1]) == []
 
 
-CORE = [
-    name
-    for name in MODULES
-    if name.startswith("trl_paddingfree.core.") and name.split(".")[2] in ("flat", "model", "upstream", "versions")
-]
+# What `padding_free` and `check_packed` are made of
+ALONE = ("core.flat", "core.model", "core.check", "core.upstream", "core.versions", "anywhere", "packed", "compiled")
+DOORS = [name for name in MODULES if name.removeprefix("trl_paddingfree.").startswith(ALONE)]
 
 
-def test_the_core_needs_neither_trl_nor_flash_attn():
+def test_what_works_without_trl_does_not_import_it():
     code = f"""
 import importlib, sys
-for name in {CORE}:
+for name in {DOORS}:
     importlib.import_module(name)
     print(name, *{{"trl", "flash_attn"}} & sys.modules.keys())
 """
-    assert in_a_fresh_process(code).splitlines() == CORE
+    assert in_a_fresh_process(code).splitlines() == DOORS
+
+
+WITHOUT_TRL = """
+import copy, sys
+missing = ["trl", "peft", "accelerate", "datasets"]
+sys.modules.update(dict.fromkeys(missing))  # as if they were not installed
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+import trl_paddingfree
+
+torch.manual_seed(0)
+sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=64, initializer_range=0.2, **sizes))
+padded = copy.deepcopy(model)
+print(trl_paddingfree.check_packed(model, documents=3, length=64).verdict)
+assert trl_paddingfree.padding_free(model) is model
+ids, mask = torch.tensor([[3, 4, 5, 6], [3, 4, 7, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+losses = [
+    each(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss for each in (model, padded)
+]
+for loss in losses:
+    loss.backward()
+torch.testing.assert_close(*losses)
+for one, other in zip(model.parameters(), padded.parameters(), strict=True):
+    torch.testing.assert_close(one.grad, other.grad)
+print(trl_paddingfree.FlatModel.of(model).counts)
+for name in ("PaddingFreeDPOTrainer", "PaddingFreeGRPOConfig", "PreferenceCollator"):
+    try:
+        getattr(trl_paddingfree, name)
+    except ImportError as error:
+        assert f'Run `pip install "trl>={sys.argv[1]}" "peft>=' in str(error), error
+        print(name)
+print(*(name for name in missing if sys.modules[name] is not None))
+"""
+
+
+def test_without_trl_models_are_computed_flat_and_packed_rows_checked():
+    """Nor is anything else there that TRL would bring. Trainers say what to install."""
+    said = in_a_fresh_process(WITHOUT_TRL, TESTED["trl"][0]).splitlines()
+    counts = "BatchCounts(computed=6, real=7, padded=8, distinct=5, repeated=1)"
+    assert said == ["exact", counts, "PaddingFreeDPOTrainer", "PaddingFreeGRPOConfig", "PreferenceCollator", ""]
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """What the check says of packed rows of others: it finds what is wrong, and nothing else."""
 
 import json
+import sys
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from tests.helpers.architectures import tiny_model
 from tests.helpers.tiny import DTYPES, make_model, reward_model
 from trl_paddingfree import check_packed, padding_free
 from trl_paddingfree.cli.main import main
+from trl_paddingfree.packed.rows import trl_collator
 
 # Without kernels, some layers with a state refuse TRL's arguments. Others ignore them, and so do some masks
 VERDICTS = {
@@ -28,6 +30,15 @@ def test_rows_that_are_packed_as_trl_packs_them(name, dtype):
     assert result.verdict != "LEAKS" or result.leak > 1e-2
     assert "packed by TRL's `packing=True`" in str(result)
     assert result.verdict != "failed" or "keep packed sequences apart" in result.failure
+
+
+def test_without_trl_rows_get_what_trl_gives_them(monkeypatch):
+    """An upgrade of TRL that gives packed rows something else fails here."""
+    rows = [{"input_ids": row} for row in ([3, 4, 5], [6], [7, 8])]
+    with_trl = trl_collator()(rows)
+    monkeypatch.setitem(sys.modules, "trl.trainer.sft_trainer", None)
+    torch.testing.assert_close({**trl_collator.__wrapped__()(rows)}, {**with_trl})
+    assert with_trl.keys() > {"cu_seq_lens_q", "seq_idx"}
 
 
 def test_what_it_cannot_read_is_refused():

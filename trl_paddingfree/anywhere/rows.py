@@ -4,8 +4,8 @@ import inspect
 
 import torch
 
-from ..core.data.padded import default_positions, flattened_at, jumps, scores_padding
 from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
+from ..core.flat.padded import default_positions, flattened_at, jumps, scores_padding
 from ..core.flat.transfer import Arriving, on_device
 from ..core.model import architecture
 from ..core.model.architecture import CACHES, TYPE_ROWS

@@ -8,11 +8,9 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import TorchDynamoPlugin
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
@@ -26,6 +24,9 @@ from ..core.model.flat_model import ATTRIBUTE, FlatModel
 from ..core.model.hooks import PassHook
 from ..core.model.told import FlatMask
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 logger = logging.get_logger(__name__)
 
 CompilerOptions: TypeAlias = dict[str, Any]  # arguments of [`torch.compile`]
@@ -35,11 +36,13 @@ CompilerOptions: TypeAlias = dict[str, Any]  # arguments of [`torch.compile`]
 _MOST_VARIANTS = 64
 
 
-def taken_from(accelerator: Accelerator) -> CompilerOptions:
+def taken_from(accelerator: "Accelerator") -> CompilerOptions:
     """
     The compiler options that an `accelerator` got from `torch_compile=True` or its launcher. Turns its own compilation
     off, which would compile the whole model, in pieces.
     """
+    from accelerate.utils import TorchDynamoPlugin
+
     plugin = accelerator.state.dynamo_plugin
     accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend="no")
     given = plugin.to_kwargs()

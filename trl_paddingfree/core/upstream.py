@@ -14,7 +14,6 @@ from types import FunctionType, SimpleNamespace
 from typing import Any, cast
 
 import torch
-from accelerate.utils import is_compiled_module
 from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -230,8 +229,10 @@ def uncompiled(model: torch.nn.Module) -> tuple[torch.nn.Module, bool]:
     Layers that were compiled one by one stay so. Also whether there was a wrapper.
     """
 
+    wrapper = torch._dynamo.OptimizedModule
+
     def within(module: torch.nn.Module) -> torch.nn.Module:
-        while is_compiled_module(module) and any(isinstance(each, PreTrainedModel) for each in module.modules()):
+        while isinstance(module, wrapper) and any(isinstance(each, PreTrainedModel) for each in module.modules()):
             module = cast(torch.nn.Module, module._orig_mod)
         return module
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from traceback import walk_tb
 from typing import Any
 
@@ -96,8 +97,9 @@ def _version(package: str) -> str:
 def naming_versions() -> Iterator[None]:
     """
     Within this context, or in a function that it decorates, a failed import in this package of a name that a tested
-    package should have raises a [`MovedNameError`]. Other errors get a note with the installed versions that are
-    untested, except this package's own `ValueError`s, which reject something whatever the versions.
+    package should have raises a [`MovedNameError`], and one of such a package an `ImportError` that says what to
+    install. Other errors get a note with the installed versions that are untested, except this package's own
+    `ValueError`s, which reject something whatever the versions.
     """
     try:
         yield
@@ -105,8 +107,8 @@ def naming_versions() -> Iterator[None]:
         *_, (frame, _) = walk_tb(error.__traceback__)
         module = frame.f_globals.get("__name__", "")
         is_ours = module.partition(".")[0] == __name__.partition(".")[0]
-        if is_ours and isinstance(error, ImportError) and (moved := _moved_import(error, module)):
-            raise moved from error
+        if is_ours and (found := _missing_package(error, module) or _moved_import(error, module)):
+            raise found from error
         is_named = isinstance(error, MovedNameError) or is_ours and type(error) is ValueError
         packages = [] if is_named else untested()
         note = f"This may be a matter of versions. {installed(packages)}"
@@ -115,8 +117,24 @@ def naming_versions() -> Iterator[None]:
         raise
 
 
-def _moved_import(error: ImportError, module: str) -> MovedNameError | None:
+def _missing_package(error: Exception, module: str) -> ImportError | None:
+    """The error for an import in one of our modules that failed because a tested package is not installed."""
+    if not isinstance(error, ModuleNotFoundError):
+        return None
+    package, missing = (error.name or "").partition(".")[0], [name for name in TESTED if find_spec(name) is None]
+    if package not in missing:
+        return None
+    floors = " ".join(f'"{name}>={TESTED[name][0]}"' for name in missing)
+    return ImportError(
+        f"`{module}` needs {package}, which is not installed. Run `pip install {floors}`; `padding_free` and "
+        "`check_packed` need torch and transformers alone."
+    )
+
+
+def _moved_import(error: Exception, module: str) -> MovedNameError | None:
     """The error for a failed import in one of our modules, if a tested package should have the name."""
+    if not isinstance(error, ImportError):
+        return None
     place = error.name or ""
     if found := re.match(r"cannot import name '(\w+)' from '", str(error)):
         name = found[1]

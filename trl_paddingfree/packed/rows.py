@@ -3,15 +3,14 @@
 import timeit
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import send_to_device
 from torch.nn.modules.module import register_module_forward_hook
-from transformers import PreTrainedModel
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from transformers import DataCollatorWithFlattening, PreTrainedModel
 
 from ..core.check.comparison import relative_error, root_mean_square
 from ..core.check.gradients import RowsInTraining
@@ -61,11 +60,21 @@ def lengths_of(model: PreTrainedModel, documents: int, length: int) -> tuple[int
     return tuple(min(n, most) for n in np.insert(others, documents // 2, longest).tolist())
 
 
+@cache
+def trl_collator() -> Callable[[list[dict[str, list[int]]]], Inputs]:
+    """TRL's collator of packed rows. Without TRL, or with one that does not import, transformers', which gives them."""
+    try:
+        from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+    except ImportError:
+        return DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    return DataCollatorForLanguageModeling(0, padding_free=True)
+
+
 def as_trl_packs(model: torch.nn.Module, backbone: torch.nn.Module, rows: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The logits of rows that are computed as one, with the arguments that TRL's packed and padding-free SFT gives."""
-    batch = DataCollatorForLanguageModeling(0, padding_free=True)([{"input_ids": row.tolist()} for row in rows])
-    told = send_to_device(batch, rows[0].device) | {"use_cache": False}
-    del told["labels"]
+    batch = trl_collator()([{"input_ids": row.tolist()} for row in rows])
+    del batch["labels"]
+    told = {name: x.to(rows[0].device) if torch.is_tensor(x) else x for name, x in batch.items()} | {"use_cache": False}
     # TRL's head calls the backbone with all of them; some models' own forward does not pass them on
     with backbone.register_forward_pre_hook(lambda *_: ((), told), with_kwargs=True):
         answer = model(input_ids=told["input_ids"], position_ids=told["position_ids"], use_cache=False)

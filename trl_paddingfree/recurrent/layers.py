@@ -18,7 +18,6 @@ from math import prod
 from typing import Any, TypeGuard
 
 import torch
-from accelerate.utils import recursively_apply
 from transformers import PreTrainedModel
 
 from ..core.flat.batch import Inputs
@@ -222,6 +221,8 @@ def is_layout(value: object) -> TypeGuard[FlatMask]:
 @torch.compiler.disable  # it would compile the layout of each batch into the code
 def _along_tree(layer: torch.nn.Module, state: StateForward, mask: FlatMask, args: tuple, kwargs: Inputs) -> object:
     """Call a layer on flat tokens, without a mask, with functions that go along the tree."""
+    from accelerate.utils import recursively_apply  # other models are computed without accelerate
+
     functions = tree_functions(mask.context, kernels.functions_of(state.forward), state.kernels)
     args, kwargs = recursively_apply(lambda mask: None, (args, kwargs), test_type=is_layout)
     return with_functions(state.forward, functions)(*args, **kwargs)

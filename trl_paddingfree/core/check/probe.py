@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import send_to_device
 from transformers import PreTrainedModel
 
 from .. import upstream
@@ -168,7 +167,8 @@ def row_inputs(model: PreTrainedModel, rows: Rows, width: int = 0, prefix_sharin
         inputs["flat_batch"] = FlatBatch.from_padded(input_ids, attention_mask, labels, prefix_sharing=prefix_sharing)
     if not pooled:
         inputs |= {"labels": labels, "fused_lm_head": True}
-    return send_to_device(inputs, model.get_input_embeddings().weight.device)  # type: ignore[union-attr]
+    device = model.get_input_embeddings().weight.device  # type: ignore[union-attr]
+    return {name: x.to(device) if hasattr(x, "to") else x for name, x in inputs.items()}
 
 
 def log_probs_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -1,23 +1,30 @@
 """PEFT adapters whose output for a token depends on other tokens."""
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, PromptLearningConfig
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 
 def why_padded(modules: Iterable[torch.nn.Module]) -> str:
     """Why an adapter on any of `modules` needs padded rows, and what to do instead; empty if none does."""
     for module in modules:
-        held = module.peft_config if isinstance(module, PeftModel) else vars(module).get("peft_config", {})
-        for config in held.values():
+        held: object = getattr(module, "peft_config", None)  # of a PEFT model or its layers, or of transformers' own
+        for config in held.values() if isinstance(held, dict) else ():
             if reason := why_padded_by(config):
                 return reason
     return ""
 
 
-def why_padded_by(config: PeftConfig | None) -> str:
+def why_padded_by(config: "PeftConfig | None") -> str:
     """The same for one adapter's configuration; empty for `None`."""
+    if config is None:
+        return ""
+    from peft import LoraConfig, PromptLearningConfig  # there is a configuration, and so PEFT
+
     name = type(config).__name__
     if isinstance(config, PromptLearningConfig):
         return f"{name} puts virtual tokens before every row, which a flat batch cannot hold: use LoRA"
