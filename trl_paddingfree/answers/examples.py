@@ -100,7 +100,7 @@ def answers_of(example: Example, choice: Choice) -> tuple[list[Any], list[Pair]]
 
 
 def parsed(example: Example, index: int, name: str, choice: Choice) -> tuple[list[Any], list[Pair]]:
-    """[`answers_of`] row `index` of a data set, which an error names."""
+    """[`answers_of`] row `index` of a dataset, which an error names."""
     try:
         return answers_of(example, choice)
     except ValueError as error:
@@ -143,7 +143,7 @@ def _scores_of(example: Example, number: int) -> list[float]:
 
 
 def columns_of_answers(columns: Collection[str]) -> list[str]:
-    """Those of a data set's columns that hold answers and their scores."""
+    """Those of a dataset's columns that hold answers and their scores."""
     listed: Iterable[str] = SCORED if _is_scored(columns) else LISTED
     return [column for column in listed if column in columns]
 

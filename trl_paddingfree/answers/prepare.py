@@ -24,7 +24,7 @@ _MADE, _EQUAL = "made", "equal"
 @dataclass
 class NotedPreparation:
     """
-    Stands in for a data set while TRL prepares it, and notes what TRL does with a row: the functions that it maps, and
+    Stands in for a dataset while TRL prepares it, and notes what TRL does with a row: the functions that it maps, and
     then those by which it filters. Its only row is the `example`.
     """
 
@@ -53,7 +53,7 @@ class NotedPreparation:
         return self
 
     def mapped(self, example: Example) -> Example:
-        """What TRL's functions make of an example, as `map` of a data set does it."""
+        """What TRL's functions make of an example, as `map` of a dataset does it."""
         for function in self.maps:
             example = {**example, **function(dict(example))}
         return example
@@ -66,15 +66,15 @@ def _called_with(function: Callable, fn_kwargs: Mapping[str, Any] | None) -> Row
 @dataclass
 class Preparation:
     """
-    Prepares data sets of prompts with their answers as TRL does: the tokens of each answer, and the pairs that train.
+    Prepares datasets of prompts with their answers as TRL does: the tokens of each answer, and the pairs that train.
 
     Args:
         prepare (`Callable`):
-            TRL's preparation, given a [`NotedPreparation`] in place of a data set.
+            TRL's preparation, given a [`NotedPreparation`] in place of a dataset.
         choice ([`~trl_paddingfree.answers.examples.Choice`]):
             Which pairs train. Those that TRL drops for their length do not.
         name (`str`):
-            What the data set is called.
+            What the dataset is called.
         num_proc (`int`, *optional*):
             TRL's `dataset_num_proc`.
     """
@@ -86,7 +86,7 @@ class Preparation:
 
     def __call__(self, dataset: AnyDataset, main_first: Callable[..., Any]) -> AnyDataset:
         """
-        The prepared data set, without prompts that have no pair. `main_first` makes the context in which the first
+        The prepared dataset, without prompts that have no pair. `main_first` makes the context in which the first
         process prepares, and the others then read what it cached. Streams are prepared as they are read.
 
         Raises a `ValueError` that names the row and the column of what is wrong, and one if no prompt has a pair.
@@ -102,7 +102,7 @@ class Preparation:
         return kept.remove_columns([_MADE, _EQUAL])
 
     def of_all(self, dataset: Dataset) -> Dataset:
-        """The prepared data set, without prompts that have no pair, of which there may be none left."""
+        """The prepared dataset, without prompts that have no pair, of which there may be none left."""
         return self._made(dataset, self._noted(dataset)).filter(_has_pairs).remove_columns([_MADE, _EQUAL])
 
     def _noted(self, dataset: AnyDataset) -> NotedPreparation:

@@ -43,9 +43,9 @@ def refuse_unshareable(model: PreTrainedModel, route: Route, size: int) -> None:
     elif whole:
         reason = f"its layers of the class {' and '.join(whole)} hand a state on from token to token within whole rows"
     elif states is not None and states < size:
-        reason = f"its layers that carry state have {states} heads, of which each process needs one"
+        reason = f"its layers that carry state have {states} heads, and each process needs at least one"
     elif isinstance(heads, int) and heads < size:
-        reason = f"it has {heads} attention heads, of which each process needs one"
+        reason = f"it has {heads} attention heads, and each process needs at least one"
     elif any(vars(layer).get("attn_temperature_tuning") for layer in architecture.attention_layers(model)):
         reason = "its layers scale queries by their place on the axis, which slices do not know"
     if reason:

@@ -79,7 +79,7 @@ class RowImages:
         counts = [int((row == self.rules.token_id).sum()) for row in rows]
         of_source = dict(zip(self.sources, counts, strict=True))
         if counts != [of_source[source] for source in self.sources]:
-            raise mismatch(f"tokens of rows, of which some have the same images: {counts}")
+            raise mismatch(f"tokens of rows, some of which share images: {counts}")
         return np.cumsum([0, *of_source.values()])
 
     def identities(self, rows: Arrays) -> list[np.ndarray]:

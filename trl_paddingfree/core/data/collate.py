@@ -41,7 +41,7 @@ class FlatCollator(DataCollatorMixin):
         collate (`Callable`, *optional*):
             Another collator, from examples to rows, which takes the place of TRL's: see [`FlatCollator.of`].
         read_as ([`~trl_paddingfree.core.data.rows.ReadAs`], *optional*):
-            How examples of the data set become those that TRL's collator reads. By default, they are the same.
+            How examples of the dataset become those that TRL's collator reads. By default, they are the same.
 
     >>> from dataclasses import dataclass
     >>> from trl.trainer.dpo_trainer import DataCollatorForPreference

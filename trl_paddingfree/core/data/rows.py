@@ -51,7 +51,7 @@ class CollatedRows:
 
 class ReadAs:
     """
-    How the examples of a data set become those that TRL's collator reads, and the rows of these a batch: here, both are
+    How the examples of a dataset become those that TRL's collator reads, and the rows of these a batch: here, both are
     the same. [`~trl_paddingfree.answers.collate.Examples`] writes prompts with several answers out as pairs.
     """
 
@@ -60,7 +60,7 @@ class ReadAs:
         return examples
 
     def rows(self, rows: CollatedRows, examples: list[Example]) -> CollatedRows:
-        """The `rows` of what was read, with the `examples` of the data set as the items that are never divided."""
+        """The `rows` of what was read, with the `examples` of the dataset as the items that are never divided."""
         return rows
 
 
