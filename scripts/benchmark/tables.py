@@ -25,7 +25,7 @@ HEADLINE_HEADS = (
     "training",
     "speed",
     "peak memory",
-    "fastest within 24 GB",
+    "with a budget of 24 GB",
     "log-probabilities differ by",
     "gradient norms differ by",
 )
