@@ -23,7 +23,8 @@ def pairs_file(tmp_path):
 def launched(monkeypatch):
     """The arguments that `accelerate launch` would run with."""
     found = []
-    monkeypatch.setattr("trl_paddingfree.cli.train.refuse_unreachable", lambda name, what: None)
+    for name in ("refuse_unreachable", "refuse_unreachable_data"):
+        monkeypatch.setattr(f"trl_paddingfree.cli.train.{name}", lambda name, what: None)
     monkeypatch.setattr("accelerate.commands.launch.launch_command", found.append)
     return found
 

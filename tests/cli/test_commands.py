@@ -168,7 +168,7 @@ FILES = {
 }
 # What follows `inspect --tokenizer MODEL`, or a whole command; and what is said
 WRONG = {
-    "nowhere/nothing": "'nowhere/nothing' is not a file or folder here, and the hub does not give it",
+    "nowhere/nothing": "'nowhere/nothing' is not a file or folder here, nor in the cache of the hub, and the hub is ",
     "pair.jsonl": "'pair.jsonl' is not a file or folder here: is it misspelt?\n",
     "pairs.jsonl --tokenizer nowhere": "'nowhere' is not a file or folder here",
     "check nowhere": "'nowhere' is not a file or folder here",

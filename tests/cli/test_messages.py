@@ -204,21 +204,24 @@ def test_options_that_are_answered_before_trl_is_imported_are_none_of_its_own(ca
         )
 
 
-def test_a_hub_that_cannot_be_reached_is_said_at_once_with_the_name_that_is_asked_for(capsys, monkeypatch):
+def test_a_hub_that_cannot_be_reached_is_said_at_once_with_the_name_that_is_asked_for(capsys, monkeypatch, model_dir):
     """The hub's own client tries each of several files for half a minute, and then names none."""
 
     def unreachable(address, timeout):
         raise OSError("Name or service not known")
 
-    monkeypatch.setattr("trl_paddingfree.cli.load.create_connection", unreachable)
-    monkeypatch.setattr("trl_paddingfree.cli.load.getproxies", dict)
+    monkeypatch.setattr("trl_paddingfree.core.hub.create_connection", unreachable)
+    monkeypatch.setattr("trl_paddingfree.core.hub.getproxies", dict)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     for command, named in (
         (["dpo", "--model_name_or_path", "smolm2"], "`--model_name_or_path smolm2`"),
         (["grpo", *NAMED, "--reward_model_name_or_path", "smolm2"], "`--model_name_or_path org/model`"),
         (["check", "smolm2"], "'smolm2'"),
+        (["dpo", "--model_name_or_path", model_dir], "`--dataset_name org/data`"),
+        (["inspect", "org/data", "--tokenizer", model_dir], "'org/data'"),
     ):
-        data = ["--dataset_name", "org/data", "--use_cpu", "true", "--bf16", "false"] if command[0] != "check" else []
+        trains = command[0] in ("dpo", "grpo")
+        data = ["--dataset_name", "org/data", "--use_cpu", "true", "--bf16", "false"] if trains else []
         assert cli.main([*command, *data]) == 2
         error = capsys.readouterr().err.splitlines()[-1]
         assert error.startswith(

@@ -4,10 +4,9 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from socket import create_connection
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
-from urllib.request import getproxies
+
+from ..core.hub import refuse_unreachable_data
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
 
 # The `datasets` loader of each file suffix
 LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
-_PATIENCE = 10  # seconds until a hub that does not answer cannot be reached
 NAME_THE_DATA = "Name the data: `--dataset_name` (hub name, folder or file), or `datasets` in the YAML file."
 
 
@@ -28,27 +26,6 @@ def refuse_missing(name: str | None, advice: str) -> None:
     is_on_hub = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name)
     if (is_data_file or not is_on_hub) and not path.exists():
         raise ValueError(f"{name!r} is not a file or folder here: is it misspelt?")
-
-
-def refuse_unreachable(name: str, what: str) -> None:
-    """
-    Refuse a model that is no folder here, not in the cache of the hub, and cannot be asked for, as without a network:
-    `what` names it. The hub's own client tries again for half a minute for each file, and then names no model.
-    """
-    from huggingface_hub import constants, try_to_load_from_cache
-
-    files = ("config.json", "adapter_config.json")
-    if Path(name).exists() or any(isinstance(try_to_load_from_cache(name, file), str) for file in files):
-        return
-    reason = "the hub is switched off (`HF_HUB_OFFLINE`)" if constants.HF_HUB_OFFLINE else ""
-    address = urlsplit(constants.ENDPOINT)
-    if not reason and not getproxies():  # a proxy may reach what we cannot
-        try:
-            create_connection((address.hostname or "", address.port or 443), timeout=_PATIENCE).close()
-        except OSError as error:
-            reason = f"{address.hostname} cannot be reached ({error})"
-    if reason:
-        raise OSError(f"{what} is not a file or folder here, nor in the cache of the hub, and {reason}.")
 
 
 def _loader_of(name: str) -> str | None:
@@ -97,6 +74,8 @@ def load_data(script_args: "ScriptArguments", dataset_args: "DatasetMixtureConfi
         name, streaming = script_args.dataset_name or "", script_args.dataset_streaming
         refuse_missing(name, NAME_THE_DATA)
         loader = _loader_of(name)
+        if loader is None:
+            refuse_unreachable_data(name, repr(name))
         source = {"name": script_args.dataset_config} if loader is None else {"data_files": name}
         try:
             dataset = load_dataset(loader or name, **source, streaming=streaming)

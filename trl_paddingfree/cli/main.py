@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from functools import partial
 
 from ..capabilities import module_of, needed
+from ..core.hub import refuse_unreachable
 from ..core.versions import naming_versions
-from .load import NAME_THE_DATA, refuse_missing, refuse_unreachable
+from .load import NAME_THE_DATA, refuse_missing
 from .options import LOADING, NO, OK, answer_at_once, make_parser, refuse, spelled
 
 # As shells report processes that were killed by SIGINT or SIGPIPE
@@ -48,6 +49,8 @@ def loading(name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if str(error).startswith(repr(name)):
+            raise
         raise OSError(f"{name!r} is not a file or folder here, and the hub does not give it: {error}") from error
 
 

@@ -28,12 +28,13 @@ from trl.scripts.rloo import RLOOScriptArguments
 
 from ..capabilities import module_of
 from ..core.device import has_accelerator
+from ..core.hub import refuse_unreachable, refuse_unreachable_data
 from ..core.trainers.base import FlatTrainer
 from ..core.trainers.configs import PaddingFreeOptions, PaddingFreeSFTConfig, silence
 from ..core.trainers.options import option
 from ..core.trainers.values import DOCUMENTED, documented_words
 from ..registry import TRAINERS
-from .load import load_data, refuse_unreachable
+from .load import load_data
 from .options import LOADING, TRACEBACK, OneLineParser, answer_at_once, refuse
 from .tables import summarize
 from .turns import split_turns
@@ -180,7 +181,7 @@ def say_where(training_args: TrainingArguments) -> None:
 
 def look_ahead(parsed: Parsed) -> None:
     """Say where training runs, and refuse what cannot be loaded or resumed, before anything is loaded or launched."""
-    script_args, training_args, model_args, *_ = parsed
+    script_args, training_args, model_args, dataset_args, *_ = parsed
     models = {"model_name_or_path": model_args.model_name_or_path}
     for arguments in (script_args, training_args):
         for each in ("reward_model_name_or_path", "teacher_model_name_or_path"):
@@ -188,6 +189,12 @@ def look_ahead(parsed: Parsed) -> None:
     say_where(training_args)
     for each, name in models.items():
         refuse_unreachable(name, f"`--{each} {name}`")
+    if dataset_args.datasets:
+        for data in dataset_args.datasets:
+            if not data.data_files:  # which go with a path such as `json`
+                refuse_unreachable_data(data.path, f"`path: {data.path}` of `datasets`")
+    elif script_args.dataset_name:
+        refuse_unreachable_data(script_args.dataset_name, f"`--dataset_name {script_args.dataset_name}`")
     given = training_args.resume_from_checkpoint, str(training_args.output_dir), training_args.save_only_model
     if (checkpoints := module_of("resuming", "checkpoints")) is not None:
         checkpoints.checkpoint_to_resume(*given)

@@ -50,6 +50,7 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
     task = KTO
     trl_trainer, trl_config = KTOTrainer, KTOConfig
     config_class = PaddingFreeKTOConfig
+    trains_language_models = True
     differences = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
 
     def coupled_by_arguments(self, arguments: Arguments) -> list[str]:

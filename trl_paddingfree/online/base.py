@@ -46,6 +46,7 @@ class Online(FlatTrainer):
     environment_factories: Any = None
     _tokenize_prompts: Callable[..., tuple[list[list[int]], ...]]
     sample_unit = "completions"
+    trains_language_models = True
 
     # --- rows become flat -------------------------------------------------------------------------------------------
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile
 
-from safetensors import SafetensorError, safe_open
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..core.model.restored import attributes_set
+from ..core.trainers.given_models import why_unreadable
 
 logger = logging.get_logger(__name__)
 
@@ -62,11 +62,10 @@ def _unreadable(file: Path) -> str:
     """Why the tensors of a file cannot be loaded, as its header or directory tells; empty if they can."""
     try:
         if file.suffix == ".safetensors":
-            with safe_open(file, framework="pt"):
-                return ""
+            return why_unreadable(file)
         with ZipFile(file):  # as `torch.save` writes it: the directory stands at the end
             return ""
-    except (OSError, BadZipFile, SafetensorError) as error:
+    except (OSError, BadZipFile) as error:
         return f"{type(error).__name__}: {error}"
 
 

@@ -15,11 +15,11 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from transformers import LlamaForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel, TrainingArguments
 from trl import DPOConfig, SFTConfig
 
 from tests.helpers.architectures import is_older, tiny_model
-from tests.helpers.tiny import DATA, arguments, make_model, make_tokenizer, preference_data, reward_model
+from tests.helpers.tiny import DATA, arguments, make_model, make_tokenizer, preference_data, reward_model, saved
 from tests.runs import compare, make_trainer
 from trl_paddingfree import (
     LanguageModelingCollator,
@@ -27,6 +27,7 @@ from trl_paddingfree import (
     PreferenceCollator,
     RewardCollator,
 )
+from trl_paddingfree.core.trainers.given_models import refuse_unusable
 from trl_paddingfree.core.trainers.values import DOCUMENTED, documented_words
 from trl_paddingfree.registry import TRAINERS
 
@@ -188,6 +189,31 @@ if hasattr(peft, "VeloraConfig"):  # not in the oldest version that will do
     )
 
 
+def weightless():
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(make_model().config)
+
+
+HEADLESS = "is a LlamaForSequenceClassification, which has no head for text, and {} trains language models: pass one, "
+REFUSED |= {
+    "a classifier for SFT": ("sft", {"model": reward_model()}, "`model` " + HEADLESS.format("SFTTrainer")),
+    "a classifier for DPO": ("dpo", {"model": reward_model()}, "`model` " + HEADLESS.format("DPOTrainer")),
+    "a classifier with adapters": (
+        "kto",
+        {"model": get_peft_model(reward_model(), LoraConfig(target_modules=["q_proj"]))},
+        "`model` " + HEADLESS.format("KTOTrainer"),
+    ),
+    "a classifier as reference": ("dpo", {"ref_model": reward_model()}, "`ref_model` is a LlamaForSequenceClass"),
+    "a backbone": ("grpo", {"model": make_model().model}, "`model` is a LlamaModel, which has no head for text"),
+    "no weights": (
+        "sft",
+        {"model": weightless()},
+        "`model` is a LlamaForCausalLM on the meta device, without weights: load it with `from_pretrained`",
+    ),
+    "no weights of references": ("dpo", {"ref_model": weightless()}, "`ref_model` is a LlamaForCausalLM on the meta"),
+}
+
+
 @pytest.fixture
 def untouched(monkeypatch):
     """A model that must not compute anything."""
@@ -207,6 +233,66 @@ def test_bad_input_is_refused_in_one_line_before_anything_is_computed(name, unto
     with pytest.raises((ValueError, TypeError), match=message) as error:
         build(task, **{"model": untouched, "peft_config": None, **given})
     assert "\n" not in str(error.value)
+
+
+def cut(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+# What is saved in a folder, what happens to it, the trainer that is given its name, and what is said of it
+NAMED = {
+    "a classifier": (reward_model, None, "dpo", HEADLESS.format("DPOTrainer")),
+    "a cut-off file": (make_model, cut, "sft", r"`: model.safetensors is damaged \(SafetensorError: .*Copy it again"),
+    "nothing": (None, None, "sft", "` is not a file or folder here: is it misspelt?"),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_model_that_is_named_is_looked_at_before_it_is_loaded(name, tmp_path, monkeypatch):
+    make, spoil, task, said = NAMED[name]
+    folder = tmp_path / "model"
+    if make is not None:
+        saved(folder, make(), make_tokenizer())
+    if spoil is not None:
+        spoil(folder)
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", None)
+    with pytest.raises((ValueError, OSError), match=f"`model={str(folder)!r}` ?{said.removeprefix('`')}") as error:
+        build(task, model=str(folder), train_dataset=DATA[task](4, SEED))
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_that_is_nowhere_is_said_at_once_and_by_name():
+    """Without a network, the hub's client takes minutes, and names none."""
+    said = "`model='org/model'` is not a file or folder here, nor in the cache of the hub, and the hub is switched off"
+    with pytest.raises(OSError, match=said):
+        build("dpo", model="org/model")
+
+
+def test_models_that_something_else_places_are_none_without_weights(monkeypatch):
+    model = weightless()
+    model.hf_device_map = {"": "disk"}
+    refuse_unusable({"model": model}, "SFTTrainer")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    refuse_unusable({"model": weightless()}, "SFTTrainer")
+
+
+@pytest.mark.parametrize("task", ["sft", "dpo", "distillation"])
+def test_a_model_of_which_no_weight_trains_is_named_where_padded_trl_fails_or_trains_nothing(task):
+    def frozen():
+        given = arguments(task, False)
+        given["model"].requires_grad_(False)
+        return given
+
+    padded = make_trainer(task, "padded", **frozen(), steps=1)
+    with nullcontext() if task == "distillation" else pytest.raises(RuntimeError, match="does not require grad"):
+        padded.train()
+        assert padded.state.log_history[0]["grad_norm"] == 0
+    trainer = make_trainer(task, "ours", **frozen(), steps=1)
+    with pytest.raises(ValueError, match="No weight of the model trains: .* Pass a `peft_config`, or call"):
+        trainer.train()
+    trainer.model.requires_grad_(True)  # as some do once the trainer is made
+    trainer.train()
 
 
 def test_a_link_to_nothing_is_no_folder_to_write_to(untouched, tmp_path):

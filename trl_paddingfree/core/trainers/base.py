@@ -25,6 +25,7 @@ from .card import append_to_card, without_padding
 from .configs import Arguments, PaddingFreeOptions, config_of, silence
 from .engine import base_of
 from .evaluation import weigh_last_batch
+from .given_models import refuse_unusable
 from .proving import Proof, StartUpCheck
 from .runtime import Runtime, Step, when_flat
 
@@ -46,6 +47,7 @@ class FlatTrainer(Trainer):
     trl_config: Any  # and its configuration class
     config_class: Any  # our configuration class
     takes_sequence_parallel: ClassVar[bool] = False  # whether groups of processes may compute its batches
+    trains_language_models: ClassVar[bool] = False  # whether TRL's trainer needs a model that can generate
     flat: Runtime
     args: Any  # one of TRL's configurations
     train_dataset: Dataset
@@ -83,6 +85,7 @@ class FlatTrainer(Trainer):
             return
         refusals.take_out_of_compilers(arguments)
         self.refuse_arguments(arguments)
+        refuse_unusable(arguments, self.trl_trainer.__name__ if self.trains_language_models else "")
         # It would pad (DPO), or refuse `max_length` (SFT)
         with attributes_set([(config, "padding_free", False)]), self.as_it_trains(config):
             super().__init__(**arguments)
@@ -194,6 +197,7 @@ class FlatTrainer(Trainer):
 
     def begin_training(self, model: torch.nn.Module) -> None:
         """Called in the first step of each `train()`: prove the `model` if that had to wait for its weights."""
+        refusals.refuse_frozen(model)
         self.flat.prove(self, model)
         self.flat.has_hooks = None  # what was changed since the trainer was made counts, also as `train()` began
         self.refuse_options()

@@ -57,6 +57,7 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
     trl_trainer, trl_config = DPOTrainer, DPOConfig
     config_class = PaddingFreeDPOConfig
     takes_sequence_parallel = True
+    trains_language_models = True
 
     def coupled_by_arguments(self, arguments: Arguments) -> list[str]:
         return _coupled(arguments["args"].loss_type)

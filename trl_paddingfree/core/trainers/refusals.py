@@ -21,16 +21,16 @@ from ..data.task import Task
 from ..model.adapters import why_padded, why_padded_by
 from ..model.flat_model import UNCOMPILED
 from .configs import Arguments, PaddingFreeOptions, given_datasets
+from .given_models import MODELS
 from .values import trains_nothing
 
 logger = logging.get_logger(__name__)
 
 
-_MODELS = ("model", "ref_model", "teacher_model")
 # Arguments of trainers that take an object, and how one is made. Python reports a class in its place as a missing
 # attribute
 _INSTANCES = {
-    **dict.fromkeys((*_MODELS, "processing_class"), ".from_pretrained(...)"),
+    **dict.fromkeys((*MODELS, "processing_class"), ".from_pretrained(...)"),
     **dict.fromkeys(("args", "data_collator", "peft_config", "quantization_config"), "(...)"),
     **dict.fromkeys(("train_dataset", "eval_dataset"), ".from_list(...)"),
 }
@@ -43,7 +43,7 @@ def refuse_classes(arguments: Arguments) -> None:
             raise ValueError(
                 f"`{name}` is the class {value.__name__}, and not an object of it: pass `{value.__name__}{how}`."
             )
-    for name in _MODELS:
+    for name in MODELS:
         value = arguments.get(name)
         if not isinstance(value, str | torch.nn.Module) and (value is not None or name == "model"):
             wrong = f"is a {type(value).__name__}" if value is not None else "is `None`"
@@ -142,6 +142,15 @@ def refuse_collator(given: object, task: Task, collator: type[FlatCollator]) -> 
     )
 
 
+def refuse_frozen(model: torch.nn.Module) -> None:
+    """Refuse to train a model of which no weight trains. It may have been frozen while the trainer was made."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            "No weight of the model trains: all have `requires_grad=False`. Pass a `peft_config`, or call "
+            "`model.requires_grad_(True)`."
+        )
+
+
 def refuse_adapters(models: Iterable[torch.nn.Module]) -> None:
     """Refuse models with adapters whose output for a token depends on other tokens."""
     if reason := why_padded(models):
@@ -151,7 +160,7 @@ def refuse_adapters(models: Iterable[torch.nn.Module]) -> None:
 def take_out_of_compilers(arguments: Arguments) -> None:
     """Replace models that `torch.compile` has wrapped by what is within, and warn that they train uncompiled."""
     names = []
-    for name in _MODELS:
+    for name in MODELS:
         if isinstance(model := arguments.get(name), torch.nn.Module):
             arguments[name], was_compiled = upstream.uncompiled(model)
             names += [f"`{name}`"] * was_compiled

@@ -58,6 +58,7 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
     trl_trainer, trl_config = SFTTrainer, SFTConfig
     config_class = PaddingFreeSFTConfig
     takes_sequence_parallel = True
+    trains_language_models = True
 
     def flat_collator_of(self, collator: Any) -> FlatCollator:
         if self._is_vision_dataset or type(collator) is DataCollatorForLanguageModeling:

@@ -1,0 +1,97 @@
+"""What can be said of the models among a trainer's arguments before any of them is loaded or computes anything."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peft import PeftModel
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..hub import refuse_unreachable
+from .configs import Arguments
+
+# Arguments that are models, with the options that say how one is loaded if only its name is given
+MODELS = {
+    "model": "model_init_kwargs",
+    "ref_model": "model_init_kwargs",
+    "teacher_model": "teacher_model_init_kwargs",
+}
+# Ways to load a model from somewhere else than its folder or the cache
+_ELSEWHERE = {"cache_dir", "subfolder", "gguf_file", "config", "state_dict"}
+# Engines that give a model its weights later
+_ENGINES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
+
+
+def refuse_unusable(arguments: Arguments, trains: str = "") -> None:
+    """
+    Refuse models without weights, in damaged files or that are nowhere. With `trains`, the name of a trainer of
+    language models, also those without a head for text.
+    """
+    for name, option in MODELS.items():
+        value = arguments.get(name)
+        if isinstance(value, torch.nn.Module):
+            _refuse_weightless(value, name)
+            if trains and not _writes_text(value, name):
+                inner = value.get_base_model() if isinstance(value, PeftModel) else value
+                raise _headless(f"`{name}`", type(inner), trains)
+        elif isinstance(value, str):
+            kwargs = vars(arguments["args"]).get(option) or {}
+            if isinstance(kwargs, dict) and _ELSEWHERE.isdisjoint(kwargs):
+                _refuse_named(value, f"`{name}={value!r}`", kwargs, trains)
+
+
+def why_unreadable(file: Path) -> str:
+    """Why the tensors of a safetensors file cannot be loaded, as its header tells; empty if they can."""
+    try:
+        with safe_open(file, framework="pt"):
+            return ""
+    except (OSError, SafetensorError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _refuse_weightless(model: torch.nn.Module, name: str) -> None:
+    """Refuse a model on the meta device, unless something else holds its weights."""
+    is_placed = hasattr(model, "hf_device_map") or any(os.environ.get(each) == "true" for each in _ENGINES)
+    if not is_placed and any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            f"`{name}` is a {type(model).__name__} on the meta device, without weights: load it with "
+            "`from_pretrained`, or make it outside of `torch.device('meta')`."
+        )
+
+
+def _writes_text(model: torch.nn.Module, name: str) -> bool:
+    """Whether a model has a head for text and, if it is to be trained, the settings of generation that TRL writes."""
+    if not isinstance(model, PreTrainedModel | PeftModel):
+        return True  # TRL refuses others
+    has_head = model.get_output_embeddings() is not None
+    return has_head and (name != "model" or hasattr(model, "generation_config"))
+
+
+def _headless(what: str, found: type, trains: str) -> ValueError:
+    return ValueError(
+        f"{what} is a {found.__name__}, which has no head for text, and {trains} trains language models: pass one, as "
+        "of `AutoModelForCausalLM`. Models that classify or score rows are for the reward trainer."
+    )
+
+
+def _refuse_named(name: str, what: str, kwargs: dict[str, Any], trains: str) -> None:
+    """Refuse a model that is given by its name, or by its folder: `what` names the argument."""
+    revision = kwargs.get("revision")
+    refuse_unreachable(name, what, revision)
+    for file in sorted(Path(name).glob("*.safetensors")):
+        if problem := why_unreadable(file):
+            raise ValueError(f"{what}: {file.name} is damaged ({problem}). Copy it again, or download it again.")
+    if not trains:
+        return
+    config: dict[str, Any] = {}
+    with suppress(Exception):  # TRL says what is wrong when it loads the model
+        config, _ = PreTrainedConfig.get_config_dict(name, revision=revision, token=kwargs.get("token"))
+    # TRL loads a model as the class that its configuration names
+    for architecture in (config.get("architectures") or ())[:1]:
+        found = getattr(transformers, architecture, None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel) and not found.can_generate():
+            raise _headless(what, found, trains)
