@@ -51,8 +51,8 @@ def test_check_tries_a_reward_model(capsys, tmp_path):
         (["--reward_funcs", "no_reward"], "`--reward_funcs no_reward` is not"),
     ],
 )
-def test_rewards_that_cannot_be_found_are_named_in_one_line(capsys, model_dir, task, options, message):
-    argv = ["--model_name_or_path", model_dir, "--dataset_name", "x", *options]
+def test_rewards_that_cannot_be_found_are_named_in_one_line(capsys, model_dir, pairs_file, task, options, message):
+    argv = ["--model_name_or_path", model_dir, "--dataset_name", pairs_file, *options]
     with pytest.raises(SystemExit) as stopped:
         train_main(task, argv)
     assert stopped.value.code == 2
