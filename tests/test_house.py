@@ -26,6 +26,7 @@ FILES = {str(file.relative_to(PACKAGE)): file.read_text(encoding="utf-8") for fi
 CORE = {
     "core/versions": set(),
     "core/device": set(),
+    "core/hub": set(),
     "core/spelling": set(),
     "core/flat": set(),
     "core/upstream": {"core/versions"},
@@ -35,6 +36,7 @@ CORE = {
     "core/trainers": {
         "core/flat",
         "core/device",
+        "core/hub",
         "core/spelling",
         "core/upstream",
         "core/versions",
