@@ -50,10 +50,14 @@ EXPLANATION = (
     "same in core time. The last two have floating-point operations with shared prefixes, relative to padded TRL's and "
     "to the fewest possible."
 )
-CHOICE_HEADS = (
-    *("SFT with", "computes", "exact", "needs"),
-    *("tokens / fewest", "FLOPs / fewest", "speed", "peak memory"),
+CHOICE_HEADS = ("SFT with", "computes", "exact", "needs")
+COST_HEADS = (
+    *("SFT with", "tokens / fewest", "FLOPs / fewest", "speed", "peak memory"),
+    *("steps of an epoch", "tokens lost to `max_length`"),
 )
+# By method, what it is in the study of packing, and whether it cuts rows: TRL refuses `max_length` where it does not
+STEPS = {"trl-packing": "bfd"}
+NEVER_CUTS = "trl-padding-free"
 # What a user can choose for SFT, by method: what it computes, whether it is exact, and what it needs
 CHOICES = {
     "trl": ("TRL, padded", "all rows at the width of the longest", "what others are compared with", "nothing"),
@@ -202,31 +206,39 @@ def speed_and_memory(run: dict[str, Any], result: dict[str, Any], name: str) -> 
 
 
 def choices(folder: Path) -> str:
-    """What a user has for SFT, TRL's ways and ours, with the figures of the newest result."""
+    """What a user has for SFT, TRL's ways and ours, with the newest figures and those of the study of packing."""
     dated = [(result["date"], path, result) for path, result in results(folder) if Path(path).stem == "sft"]
     if not dated:
         return ""
     _, path, result = max(dated, key=lambda each: each[0])
     runs, lines = result["runs"], []
-    for name, said in CHOICES.items():
+    packing = {each["rows"]: each for each in json.loads((folder / "packing.json").read_text())["measured"]}
+    epochs = [packing[f"sft_{run['rows']}"] for run in runs]
+    for name, (label, *_) in CHOICES.items():
         found = [run["methods"][name] for run in runs if name in run["methods"]]
-        figures = [
-            ", ".join(f"{method['tokens_over_limit']:.2f}" for method in found),
-            ", ".join(f"{method['flops_over_limit']:.2f}" for method in found),
-            ", ".join(f"{method['speedup']:.1f}x" for method in found),
-            ", ".join(filter(None, (speed_and_memory(run, result, name)[1].partition(" (")[0] for run in runs))),
-        ]
-        lines.append([*said, *figures])
+        packed = [epoch["methods"][STEPS.get(name, "padding_free")] for epoch in epochs]
+        figures = (
+            [f"{method['tokens_over_limit']:.2f}" for method in found],
+            [f"{method['flops_over_limit']:.2f}" for method in found],
+            [f"{method['speedup']:.1f}x" for method in found],
+            [speed_and_memory(run, result, name)[1].partition(" (")[0] for run in runs],
+            [f"{epoch['steps']}" for epoch in packed],
+            [f"{0 if name == NEVER_CUTS else epoch['lost']:.0%}" for epoch in packed],
+        )
+        lines.append([label, *(", ".join(filter(None, each)) for each in figures)])
     environment, settings = result["environment"], result["settings"]
     rows = " and ".join(HEADLINE.get(("sft", run["rows"]), run["rows"]).removeprefix("SFT, ") for run in runs)
     page = f"benchmarks/{Path(path).with_suffix('.md').as_posix()}"
     explained = (
-        f"Figures are for {rows}, [measured]({page}) on {machine_name(environment)}, with "
+        f"These figures are for {rows}, [measured]({page}) on {machine_name(environment)}, with "
         f"{display_name(settings['model'])}, rows of at most {settings['max_length']} tokens, and attention by "
-        f"{result['attention']['trl']}. Tokens and FLOPs are relative to the fewest "
-        "that an exact method needs if every layer recomputes, and speed to padded TRL."
+        f"{result['attention']['trl']}. Tokens and FLOPs are relative to the fewest that an exact method needs if "
+        "every layer recomputes, and speed is relative to padded TRL. The last two columns are "
+        f"[counted](benchmarks/packing.md) for {epochs[0]['batch_size']} rows of at most {epochs[0]['max_length']:,} "
+        "tokens per step:"
     )
-    return "\n".join([*table(CHOICE_HEADS, lines, left=4), "", explained])
+    said = table(CHOICE_HEADS, [list(each) for each in CHOICES.values()], left=4)
+    return "\n".join([*said, "", explained, "", *table(COST_HEADS, lines)])
 
 
 def everything(folder: Path) -> str:
