@@ -112,6 +112,7 @@ def compare(
     make: Callable[..., Mapping[str, Any]] = arguments,
     size: int = 2,
     ours: Mapping[str, Any] | None = None,
+    layout: str = "shared",
     **given: Any,
 ) -> Compared:
     """
@@ -122,6 +123,8 @@ def compare(
             Gives fresh arguments for the trainer, by the task.
         ours (`Mapping[str, Any]`, *optional*):
             What only our trainer is given.
+        layout (`str`, *optional*, defaults to `"shared"`):
+            That of our run.
         **given:
             What both are given; options that choose pairs, which padded TRL gets chosen.
     """
@@ -146,7 +149,7 @@ def compare(
         theirs = datasets(lambda each: pairs_of(each, **chosen))
         padded = run(task, "padded", **made(), **theirs, trainer_class=in_batches(task, size), **options)
         given = {**made(), **datasets(lambda each: each), **options, **chosen, **(ours or {})}
-        mine = run(task, "shared", **given)
+        mine = run(task, layout, **given)
     ignored = IGNORED if task == "dpo" else (*IGNORED, "accuracy")
     assert_same(padded, mine, OF_SHARES, ignored)
     assert_same(padded, mine, TOLERANCE, (*ignored, *ROUNDED))

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 from datasets import Dataset, IterableDataset
 
-from tests.answers.runs import arguments, compare, scored
+from tests.answers.runs import arguments, compare, pairs_of, scored
 from tests.helpers.random_draws import LOSSES, WITH_DIVERGENCE
 from tests.helpers.tiny import SEED, lora, text
 from trl_paddingfree import PreferenceCollator
@@ -48,6 +48,23 @@ def test_pairs_train_as_in_padded_trl(task, case):
     if task == "reward" and "max_length" in given:
         given["max_length"] = 24  # rows that are longer are left out
     compare(task, data, ours=ours, **given)
+
+
+@pytest.mark.trl_1
+@pytest.mark.parametrize(
+    ("task", "given"),
+    [
+        ("reward", {"answer_pairs": "best", "max_length": 24}),
+        ("dpo", {"precompute_ref_log_probs": True, "eval_dataset": TEXT, "eval_strategy": "epoch"}),
+    ],
+)
+def test_a_trainer_that_pads_pads_the_same_pairs(task, given, caplog):
+    padded, ours = compare(task, CHAT, layout="ours", ours={"padding_free": False}, **given)
+    assert "no effect" not in caplog.text
+    assert ours.trainer.method == "TRL, with padding"
+    assert ours.trainer.total_counts().padded
+    evaluated = ours.trainer.evaluate(TEXT), padded.trainer.evaluate(pairs_of(TEXT, given.get("answer_pairs", "all")))
+    assert evaluated[0]["eval_loss"] == pytest.approx(evaluated[1]["eval_loss"])  # in float32
 
 
 @pytest.mark.trl_1

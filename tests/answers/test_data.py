@@ -107,12 +107,10 @@ def test_trainers_of_single_answers_say_that_rows_share_prompts_already(task):
     assert "Rows that share a prompt share its computation" in "".join(raised.value.__notes__)
 
 
-def test_a_transform_and_padding_are_refused_by_name():
+def test_a_transform_is_refused_by_name():
     data = Dataset.from_list([GOOD])
     with pytest.raises(ValueError, match="several answers per prompt, and a transform"):
         make_trainer("dpo", "ours", **arguments("dpo"), train_dataset=data.with_transform(lambda rows: rows))
-    with pytest.raises(ValueError, match="which TRL does not read: set `padding_free=True`"):
-        make_trainer("dpo", "ours", **arguments("dpo"), train_dataset=data, padding_free=False)
 
 
 OPTIONS = {
@@ -133,8 +131,9 @@ OPTIONS = {
 @pytest.mark.parametrize("case", OPTIONS)
 def test_options_without_an_effect_are_refused(case):
     task, options, message = OPTIONS[case]
-    with pytest.raises(ValueError, match=message):
-        make_trainer(task, "ours", **options)
+    for padding_free in (True, False):
+        with pytest.raises(ValueError, match=message):
+            make_trainer(task, "ours", **options, padding_free=padding_free)
 
 
 def said(caplog, data, **options):

@@ -1,6 +1,6 @@
 """From a prompt with its answers to the pairs that TRL's collators read."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -11,6 +11,7 @@ from pyarrow.compute import list_flatten, list_value_length
 
 from ..core.data.lengths import Example, tables_of
 from ..core.data.rows import CollatedRows, ReadAs
+from ..core.flat.batch import Inputs
 
 # Columns of prepared data, beside those of tokens: where the prompt ends in each answer's row (DPO), the numbers of the
 # chosen and the rejected answer of each pair, and the reference's log-probabilities of both
@@ -39,6 +40,16 @@ class Examples(ReadAs):
         sizes = [len(example.get(PAIRS, [None])) for example in examples]
         # A collator that leaves out pairs does not say which
         return PromptRows(rows.rows, len(sizes), sizes) if sum(sizes) == rows.num_items else rows
+
+
+@dataclass
+class PaddedPairs:
+    """The collator of a trainer that pads, given the pairs of prompts with several answers."""
+
+    collate: Callable[[list[Example]], Inputs]
+
+    def __call__(self, examples: list[Example]) -> Inputs:
+        return self.collate(Examples().examples(examples))
 
 
 @dataclass(frozen=True)

@@ -26,3 +26,6 @@ class Options(CoreOptions):
         margin = self.min_score_margin
         if isinstance(margin, bool) or not isinstance(margin, int | float) or not 0 <= margin < math.inf:
             raise ValueError(f"`min_score_margin={margin!r}` must be a number of at least 0.")
+
+    def for_padded_too(self) -> set[str]:
+        return super().for_padded_too() | {"answer_pairs", "min_score_margin"}

@@ -15,7 +15,7 @@ from ..core.trainers.base import FlatTrainer
 from ..core.trainers.card import append_to_card
 from ..core.trainers.configs import Arguments, given_datasets
 from ..core.trainers.runtime import Step
-from .collate import COLUMNS, PAIRS, REFERENCES, STARTS, Examples, answer_lengths, rows_of
+from .collate import COLUMNS, PAIRS, REFERENCES, STARTS, Examples, PaddedPairs, answer_lengths, rows_of
 from .examples import LISTED, Choice, as_pair, columns_of_answers, has_answers, parsed
 from .prepare import Preparation
 
@@ -28,9 +28,12 @@ _PREPARED = {"answer_ids", PAIRS}
 class OfPairs(FlatTrainer):
     """Says of trainers that read no pairs that there is nothing for these options and this data to do."""
 
-    def refuse_arguments(self, arguments: Arguments) -> None:
+    def refuse_even_padded(self, arguments: Arguments) -> None:
+        super().refuse_even_padded(arguments)
         if (choice := self._answer_choice) != Choice():
             raise ValueError(f"{choice}: {self.trl_trainer.__name__} reads no pairs. Leave the options out.")
+
+    def refuse_arguments(self, arguments: Arguments) -> None:
         try:
             super().refuse_arguments(arguments)
         except ValueError as error:
@@ -68,19 +71,28 @@ class Collated(OfPairs, collated.Collated):
         first: Example = next(iter(dataset), {})
         return has_answers(first) and {*self.task.token_columns}.isdisjoint(first)
 
-    def refuse_arguments(self, arguments: Arguments) -> None:
+    def refuse_even_padded(self, arguments: Arguments) -> None:
         if self.task.unit != "pairs":
-            super().refuse_arguments(arguments)
+            super().refuse_even_padded(arguments)
             return
-        found = {name: data for name, data in given_datasets(arguments) if self._has_answers(data)}
-        scored = [each for each in found.values() if "scores" in next(iter(each))]
+        super(OfPairs, self).refuse_even_padded(arguments)
+        scored = [data for data in self._answers_in(arguments).values() if "scores" in next(iter(data))]
         if self._answer_choice != Choice() and not scored:
             raise ValueError(
                 f"{self._answer_choice}: the options choose pairs by `scores`, and the data has none. All `chosen` "
                 "answers meet all `rejected` ones. Leave the options out."
             )
+
+    def _answers_in(self, arguments: Arguments) -> dict[str, AnyDataset]:
+        """The raw data, by name, that has several answers per prompt."""
+        return {name: data for name, data in given_datasets(arguments) if self._has_answers(data)}
+
+    def refuse_arguments(self, arguments: Arguments) -> None:
+        if self.task.unit != "pairs":
+            super().refuse_arguments(arguments)
+            return
         # What else is checked of data is checked of pairs
-        pairs = {name: self._first_pairs(data, name) for name, data in found.items()}
+        pairs = {name: self._first_pairs(data, name) for name, data in self._answers_in(arguments).items()}
         evaluated = arguments.get("eval_dataset")
         given = {"train_dataset": pairs.get("train", arguments.get("train_dataset"))}
         if isinstance(evaluated, dict):
@@ -132,11 +144,6 @@ class Collated(OfPairs, collated.Collated):
         is_prepared = isinstance(dataset, Dataset | IterableDataset) and next(iter(dataset), {}).keys() >= _PREPARED
         if not is_prepared and not self._has_answers(dataset):
             return super()._prepare_dataset(dataset, processing_class, args, *others)  # type: ignore[misc]
-        if self.flat.pads:
-            raise ValueError(
-                f"The {name} data has several answers per prompt, which TRL does not read: set `padding_free=True`, or "
-                "give each pair a row of its own."
-            )
         self._read_answers()
         if is_prepared:  # `evaluate` prepares again
             return dataset
@@ -156,8 +163,16 @@ class Collated(OfPairs, collated.Collated):
     def _read_answers(self) -> None:
         """Have the collator read answers, from now on."""
         self._reads_answers = True
-        if self.flat.models:  # else, it is still to be made
-            self.data_collator = self.data_collator.changed(read_as=Examples())
+        if not self.flat.pads:
+            if self.flat.models:  # else, it is still to be made
+                self.data_collator = self.data_collator.changed(read_as=Examples())
+        elif (collator := vars(self).get("data_collator")) is not None and not isinstance(collator, PaddedPairs):
+            self.data_collator: Any = PaddedPairs(collator)
+
+    def _init(self, arguments: Arguments) -> None:
+        super()._init(arguments)
+        if self._reads_answers and self.flat.pads:
+            self._read_answers()  # TRL has set the collator last
 
     def _flat_collator(self):
         collator = super()._flat_collator()

@@ -47,3 +47,7 @@ class CoreOptions:
 
     def check_values(self) -> None:
         """Refuse invalid values that annotations cannot tell, and convert those that a command line gives."""
+
+    def for_padded_too(self) -> set[str]:
+        """Names of options that the log does not call idle if the trainer pads."""
+        return {"padding_free", "prefix_sharing"}  # the default of the second depends on the trainer

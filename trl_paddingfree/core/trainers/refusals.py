@@ -204,11 +204,11 @@ def warn_of_padding(trainer_class: Any, config: TrainingArguments) -> None:
             f"`{name}(padding_free=True)`, or use {trainer_class.config_class.__name__}."
         )
         return
-    always = ("padding_free", "prefix_sharing")  # the first is `False`, and the second's default depends on the trainer
+    others = config.for_padded_too()
     idle = [
         f"`{option.name}={value!r}`"
         for option in fields(PaddingFreeOptions)
-        if option.name not in always and (value := vars(config)[option.name]) and value != option.default
+        if option.name not in others and (value := vars(config)[option.name]) and value != option.default
     ]
     if idle:
         logger.warning(
