@@ -92,7 +92,8 @@ def in_batches(task: str, size: int) -> type:
                 [*map(itemgetter(0), group)] for _, group in groupby(enumerate(data["of_prompt"]), itemgetter(1))
             ]
             batches = [sum(of_prompts[i : i + size], []) for i in range(0, len(of_prompts), size)]
-            data = data.select_columns([x for x in data.column_names if x.endswith(("_ids", "_logps"))])
+            read = ("images", "prompt", "chosen", "rejected") if "images" in data.column_names else ("_ids", "_logps")
+            data = data.select_columns([x for x in data.column_names if x.endswith(read)])
             return self.accelerator.prepare(DataLoader(data, batch_sampler=batches, collate_fn=self.data_collator))
 
     return InBatches

@@ -51,9 +51,8 @@ ROWS = {
 COLUMNS = {
     "no prompts": ([{"completions": [" w2", " w3"], "scores": [1, 0]}], "Row 0 .* there is no `prompt`, only"),
     "no scores": ([{"prompt": "w1", "completions": [" w2", " w3"]}], "Row 0 .* and no `scores`"),
-    "one answer each": ([{"prompt": "w1", "completions": [" w2"], "scores": [1.0]}] * 2, "has no pair: no prompt"),
-    "all tied": ([{**GOOD, "scores": [1.0] * 3}] * 2, "has no pair: no prompt has two answers that differ in `scores`"),
-    "images": ([{**GOOD, "image": "a"}], "a column `image`, and several answers per prompt .* give each pair a row"),
+    "one answer each": ([{"prompt": "w1", "completions": [" w2"], "scores": [1.0]}] * 2, "has no pair by .*: no"),
+    "all tied": ([{**GOOD, "scores": [1.0] * 3}] * 2, "no prompt has two answers whose `scores` differ enough"),
     "a misspelt role": ([{**CHAT, "prompt": assistant("w1", "usr")}], "messages with the role 'usr'"),
 }  # fmt: skip
 

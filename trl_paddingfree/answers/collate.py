@@ -12,6 +12,7 @@ from pyarrow.compute import list_flatten, list_value_length
 from ..core.data.lengths import Example, tables_of
 from ..core.data.rows import CollatedRows, ReadAs
 from ..core.flat.batch import Inputs
+from .examples import Choice, answers_of, as_pair, has_answers
 
 # Columns of prepared data, beside those of tokens: where the prompt ends in each answer's row (DPO), the numbers of the
 # chosen and the rejected answer of each pair, and the reference's log-probabilities of both
@@ -42,14 +43,32 @@ class Examples(ReadAs):
         return PromptRows(rows.rows, len(sizes), sizes) if sum(sizes) == rows.num_items else rows
 
 
+@dataclass(frozen=True)
+class RawExamples(ReadAs):
+    """Prompts with images and several answers, which TRL does not prepare, read as pairs. Others stay as they are."""
+
+    choice: Choice
+
+    def examples(self, examples: list[Example]) -> list[Example]:
+        pairs = []
+        for example in examples:
+            if not has_answers(example):
+                pairs.append(example)
+                continue
+            answers, chosen = answers_of(example, self.choice)
+            pairs += [as_pair(example, answers[i], answers[j]) for i, j in chosen]
+        return pairs
+
+
 @dataclass
 class PaddedPairs:
     """The collator of a trainer that pads, given the pairs of prompts with several answers."""
 
     collate: Callable[[list[Example]], Inputs]
+    read_as: ReadAs
 
     def __call__(self, examples: list[Example]) -> Inputs:
-        return self.collate(Examples().examples(examples))
+        return self.collate(self.read_as.examples(examples))
 
 
 @dataclass(frozen=True)

@@ -146,6 +146,29 @@ class Preparation:
             logger.warning(f"The {self.name} data: {'; '.join(found)}.")
 
 
+def with_pairs(dataset: AnyDataset, choice: Choice, name: str) -> AnyDataset:
+    """
+    Raw prompts with several answers that have a pair. Raises a `ValueError` that names the row and the column of what
+    is wrong, and one if no prompt has a pair. Images are not read.
+    """
+    columns = ["prompt", *columns_of_answers(dataset.column_names or _first(dataset))]
+
+    def has_pair(*values: Any) -> bool:
+        *answers, index = values
+        return bool(parsed(dict(zip(columns, answers, strict=True)), index, name, choice)[1])
+
+    if not isinstance(dataset, Dataset):
+        return dataset.filter(has_pair, with_indices=True, input_columns=columns)
+    desc = f"Dropping prompts without pairs from {name} dataset"
+    kept = dataset.filter(has_pair, with_indices=True, input_columns=columns, desc=desc)
+    if dropped := len(dataset) - len(kept):
+        said = f"The {name} data: dropped {dropped} of {len(dataset)} prompts, which have no pair by {choice}."
+        if not kept:
+            raise ValueError(f"{said} Nothing is left to train on.")
+        logger.warning(said)
+    return kept
+
+
 def _first(dataset: AnyDataset) -> Example:
     """The first row, of texts and numbers."""
     return next(iter(dataset.with_format(None) if isinstance(dataset, Dataset) else dataset))

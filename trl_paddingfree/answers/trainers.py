@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
 
-from ..core.data.lengths import AnyDataset, Example, has_known_lengths
+from ..core.data.lengths import AnyDataset, Example, has_images, has_known_lengths
+from ..core.data.rows import ReadAs
 from ..core.flat.batch import Inputs
 from ..core.flat.counts import of_all_processes
 from ..core.trainers import collated
@@ -15,9 +16,19 @@ from ..core.trainers.base import FlatTrainer
 from ..core.trainers.card import append_to_card
 from ..core.trainers.configs import Arguments, given_datasets
 from ..core.trainers.runtime import Step
-from .collate import COLUMNS, PAIRS, REFERENCES, STARTS, Examples, PaddedPairs, answer_lengths, rows_of
-from .examples import LISTED, Choice, as_pair, columns_of_answers, has_answers, parsed
-from .prepare import Preparation
+from .collate import (
+    COLUMNS,
+    PAIRS,
+    REFERENCES,
+    STARTS,
+    Examples,
+    PaddedPairs,
+    RawExamples,
+    answer_lengths,
+    rows_of,
+)
+from .examples import LISTED, SCORED, Choice, as_pair, columns_of_answers, has_answers, parsed
+from .prepare import Preparation, with_pairs
 
 # Rows that are looked at before a model is loaded
 _FIRST = 100
@@ -111,27 +122,26 @@ class Collated(OfPairs, collated.Collated):
             dataset = dataset.with_format(None)
         first = list(islice(dataset, _FIRST))
         self._refuse_other_columns(first[0], name)
-        found = []
+        found: list[Example] = []
         for index, example in enumerate(first):
             answers, _ = parsed(example, index, name, self._answer_choice)
             found.append(as_pair(example, answers[0], answers[-1]))
-        if not isinstance(dataset, Dataset):
+
+        def stream():
             return IterableDataset.from_generator(found.__iter__)
+
+        if not isinstance(dataset, Dataset):
+            return stream()
         if not any(parsed(example, index, name, self._answer_choice)[1] for index, example in enumerate(dataset)):
             raise ValueError(
-                f"The {name} data has no pair: no prompt has two answers that differ in `scores` by "
-                f"{self._answer_choice}."
+                f"The {name} data has no pair by {self._answer_choice}: no prompt has two answers whose `scores` "
+                "differ enough."
             )
-        return Dataset.from_list(found)
+        return stream() if has_images(dataset) else Dataset.from_list(found)  # which would encode images
 
     def _refuse_other_columns(self, first: Example, name: str) -> None:
-        """Refuse columns beside several answers that this trainer would read for each pair, or cannot read."""
+        """Refuse columns beside several answers that this trainer would read for each pair."""
         columns = " and ".join(f"`{column}`" for column in columns_of_answers(first))
-        if found := sorted({"image", "images"} & first.keys()):
-            raise ValueError(
-                f"The {name} data has a column `{found[0]}`, and several answers per prompt ({columns}): with images, "
-                "give each pair a row of its own. Rows that share a prompt share its computation."
-            )
         if found := [column for column in self.task.reads if column not in LISTED and column in first]:
             raise ValueError(
                 f"The {name} data has a column `{found[0]}`, which is one value for each pair, and several answers per "
@@ -160,28 +170,56 @@ class Collated(OfPairs, collated.Collated):
         prepare = Preparation(as_trl, self._answer_choice, name, args.dataset_num_proc)
         return prepare(dataset, args.main_process_first)
 
+    @property
+    def _read_as(self) -> ReadAs:
+        """How the collator reads examples."""
+        return RawExamples(self._answer_choice) if self._is_vision_dataset else Examples()
+
     def _read_answers(self) -> None:
         """Have the collator read answers, from now on."""
         self._reads_answers = True
         if not self.flat.pads:
             if self.flat.models:  # else, it is still to be made
-                self.data_collator = self.data_collator.changed(read_as=Examples())
+                self.data_collator = self.data_collator.changed(read_as=self._read_as)
         elif (collator := vars(self).get("data_collator")) is not None and not isinstance(collator, PaddedPairs):
-            self.data_collator: Any = PaddedPairs(collator)
+            self.data_collator: Any = PaddedPairs(collator, self._read_as)
 
     def _init(self, arguments: Arguments) -> None:
         super()._init(arguments)
-        if self._reads_answers and self.flat.pads:
-            self._read_answers()  # TRL has set the collator last
+        if self.flat.pads:
+            self._take_raw_answers()
+            if self._reads_answers:
+                self._read_answers()  # TRL has set the collator last
+
+    def start_flat(self) -> None:
+        if not self.flat.models:
+            self._take_raw_answers()
+        super().start_flat()
+
+    def _take_raw_answers(self) -> None:
+        """Leave out prompts with images that have no pair: TRL prepares no such data, and the collator reads it raw."""
+        if not self._is_vision_dataset:
+            return
+
+        def taken(dataset: Any, name: str) -> Any:
+            if isinstance(dataset, dict):
+                return {key: taken(each, key) for key, each in dataset.items()}
+            if not self._has_answers(dataset):
+                return dataset
+            self._reads_answers = True
+            return with_pairs(dataset, self._answer_choice, name)
+
+        self.train_dataset: Any = taken(self.train_dataset, "train")
+        self.eval_dataset: Any = taken(self.eval_dataset, "eval")
 
     def _flat_collator(self):
         collator = super()._flat_collator()
-        return collator.changed(read_as=Examples()) if self._reads_answers else collator
+        return collator.changed(read_as=self._read_as) if self._reads_answers else collator
 
     def _set_signature_columns_if_needed(self):
         super()._set_signature_columns_if_needed()
         if self._reads_answers:
-            self._signature_columns: Any = list(dict.fromkeys([*self._signature_columns, *COLUMNS]))
+            self._signature_columns: Any = list(dict.fromkeys([*self._signature_columns, *COLUMNS, *SCORED]))
 
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
         if not has_known_lengths(dataset, (PAIRS,)):

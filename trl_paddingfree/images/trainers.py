@@ -98,7 +98,8 @@ class Collated(Images, collated.Collated):
         self._set_signature_columns_if_needed()
         columns = self._signature_columns if self.args.remove_unused_columns else None
         with random_state_restored(self.model):  # transforms of the data may draw
-            probe = ImageProbe(collator, first_examples(self.train_dataset, columns))
+            examples = (collator.read_as.examples([each]) for each in first_examples(self.train_dataset, columns))
+            probe = ImageProbe(collator, (first for first, *_ in examples))
         if not probe.names:
             self.refuse_untried_images()
         return probe
