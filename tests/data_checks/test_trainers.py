@@ -1,13 +1,16 @@
 """Data that a task cannot read is refused by row and column before anything is computed; what is odd is counted."""
 
+import re
+
 import pytest
-from datasets import Dataset, Value
+from datasets import Dataset, IterableDataset, Value
 
 from tests.core.trainers.test_refusals import ODD_ROWS, build, untouched, user, without  # noqa: F401
 from tests.helpers.tiny import DATA, arguments, conversations, make_tokenizer, preference_data
 from tests.runs import compare
 from trl_paddingfree import LanguageModelingCollator, PaddingFreeSFTTrainer
 from trl_paddingfree.core.trainers.proving import StartUpCheck
+from trl_paddingfree.data_checks import tasks
 
 SEED = 7793
 
@@ -57,6 +60,9 @@ ROWS = {
         [{"prompt": "w1", "completion": "w2"}],
         "that KTO reads, only .*It reads `prompt` and `completion` and `label`",
     ),
+    "GRPO": ("grpo", [{"question": "w1"}], r"that GRPO reads, only \['question'\]. It reads `prompt`. Rename yours"),
+    "RLOO": ("rloo", [{"prompt": "w1"}, {"prompt": None}], "Row 1 of the train data: `prompt` is None"),
+    "distillation": ("distillation", [{"text": "w1"}], "that distillation reads, only .*It reads `prompt`"),
     "no text": ("sft", [{"text": "w1"}, {"text": None}], "Row 1 of the train data: `text` is None"),
     "no roles": (
         "sft",
@@ -181,11 +187,109 @@ def test_a_tokenizer_with_more_tokens_than_the_model_trains_if_the_data_has_none
         build(task, processing_class=tokenizer)
 
 
-def test_a_bad_row_in_a_stream_is_refused_when_it_is_read():
-    rows = preference_data(6, SEED, conversational=False).to_list() + [{**GOOD, "chosen": None}]
-    trainer = build(train_dataset=Dataset.from_list(rows).to_iterable_dataset())
-    with pytest.raises(ValueError, match="Row 6 of the train data: `chosen` is None"):
+BAD_ROWS = {
+    "dpo": ({**GOOD, "chosen": None}, "`chosen` is None"),
+    "reward": ({**GOOD, "chosen": 3}, "`chosen` is 3"),
+    "kto": ({"prompt": "w1", "completion": "w2", "label": None}, "`label` is None"),
+    "sft": ({"text": None}, "`text` is None"),
+    "grpo": ({"prompt": None}, "`prompt` is None"),
+}
+
+
+@pytest.mark.parametrize("task", BAD_ROWS)
+def test_a_bad_row_in_a_stream_is_refused_when_it_is_read(task, tmp_path):
+    """The steps before it have been trained, and the last checkpoint is there."""
+    bad, said = BAD_ROWS[task]
+    good = {"sft": {"text": "w1 w2"}, "grpo": {"prompt": "w1"}, "kto": {**bad, "label": True}}.get(task, GOOD)
+    stream = IterableDataset.from_generator(lambda: iter([good] * 8 + [bad] + [good] * 20))
+    options = {"save_strategy": "steps", "save_steps": 1, "steps": 8, "output_dir": str(tmp_path)}
+    trainer = build(task, train_dataset=stream, per_device_train_batch_size=4, **options)
+    with pytest.raises(ValueError, match=f"Row 8 of the train data: {said}"):
         trainer.train()
+    if task != "grpo":  # whose buffer is filled with more rows than these before the first step
+        assert trainer.state.global_step >= 1
+        assert (tmp_path / "checkpoint-1").is_dir()
+
+
+def test_tokens_that_the_model_lacks_in_a_later_row_of_a_stream_are_named_with_the_row():
+    rows = [{"input_ids": [5, 6, 7]}] * 8 + [{"input_ids": [5, 6, 70]}] + [{"input_ids": [5, 6, 7]}] * 20
+    stream = IterableDataset.from_generator(lambda: iter(rows))
+    trainer = build("sft", train_dataset=stream, eval_dataset={"held out": stream}, steps=8)
+    said = "Row 8 of the {} data: `input_ids` has the token 70, and the model has tokens 0 to 68. Tokenize with"
+    with pytest.raises(ValueError, match=said.format("train")):
+        trainer.train()
+    with pytest.raises(ValueError, match=said.format("held out")):
+        trainer.evaluate()
+
+
+def test_rows_are_looked_at_once_before_models_load_and_later_ones_when_they_come(monkeypatch):
+    seen = []
+    look = tasks.refuse_wrong_values
+    monkeypatch.setattr(
+        tasks, "refuse_wrong_values", lambda data, name, *args: (seen.append(name), look(data, name, *args))
+    )
+    for task in ("dpo", "sft", "kto", "reward", "grpo"):
+        trainer = build(
+            task, train_dataset=DATA[task](8, SEED), eval_dataset={"a": DATA[task](4, 1), "b": DATA[task](4, 2)}
+        )
+        assert seen == ["train", "a", "b"]
+        seen.clear()
+    bad = Dataset.from_list([{"text": "w1"}, {"text": None}])
+    trainer = build("sft")
+    seen.clear()
+    with pytest.raises(ValueError, match="Row 1 of the eval data: `text` is None"):
+        trainer.evaluate(bad)
+
+
+CHAT = {"role": "system", "content": "w1"}
+NO_SYSTEM = (
+    "{% for message in messages %}{% if message['role'] == 'system' %}{{ raise_exception('No system role') }}"
+    "{% endif %}{{ message['content'] }} {% endfor %}"
+)
+REFUSES = "the chat template of the tokenizer (TokenizersBackend) refuses its messages: No system role. Correct the row"
+TEMPLATED = {
+    "sft": ({"messages": user("w1") + assistant("w2")}, {"messages": [CHAT, *user("w1"), *assistant("w2")]}),
+    "dpo": (GOOD_CHAT, {**GOOD_CHAT, "prompt": [CHAT, *user("w1")]}),
+    "reward": (GOOD_CHAT, {**GOOD_CHAT, "rejected": [CHAT, *assistant("w3")]}),
+    "kto": (
+        {"prompt": user("w1"), "completion": assistant("w2"), "label": True},
+        {"prompt": [CHAT, *user("w1")], "completion": assistant("w2"), "label": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("task", TEMPLATED)
+def test_a_conversation_that_the_chat_template_refuses_is_named_by_its_row(task, monkeypatch):
+    good, bad = TEMPLATED[task]
+    monkeypatch.setattr(StartUpCheck, "install", lambda *args: pytest.fail("checked"))
+    with pytest.raises(ValueError, match=re.escape(f"Row 3 of the train data: {REFUSES}")):
+        build(task, train_dataset=Dataset.from_list([good] * 3 + [bad]), processing_class=make_tokenizer(NO_SYSTEM))
+
+
+def test_a_prompt_that_the_chat_template_refuses_is_named(monkeypatch):
+    rows = [{"prompt": user("w1")}] + [{"prompt": [CHAT, *user("w2")]}] * 7
+    tokenizer = make_tokenizer(NO_SYSTEM)
+    said = re.escape("refuses the prompt [{'content': 'w1', 'role': 'system'}") + ".*No system role"
+    trainer = build("grpo", train_dataset=Dataset.from_list(rows), processing_class=tokenizer, shuffle_dataset=False)
+    with pytest.raises(ValueError, match=said):
+        trainer.train()
+    monkeypatch.setattr(StartUpCheck, "install", lambda *args: pytest.fail("checked"))
+    with pytest.raises(ValueError, match=said):
+        build("grpo", train_dataset=Dataset.from_list(rows[1:]), processing_class=tokenizer)
+
+
+@pytest.mark.parametrize("task", ["sft", "dpo", "grpo"])
+def test_a_chat_template_that_is_none_is_refused_before_models_load_if_data_needs_it(task):
+    tokenizer = make_tokenizer("{% for m in messages %}{{ m['role' }}{% endfor %}")
+    prompt = {"prompt": user("w1")}
+    chats = {"sft": TEMPLATED["sft"][0], "dpo": GOOD_CHAT, "grpo": prompt}[task]
+    said = (
+        r"The chat template of the tokenizer \(\w+\) is no template: line 1: unexpected '}', expected ']'. Set `token"
+    )
+    with pytest.raises(ValueError, match=said):
+        build(task, model="nowhere/model", train_dataset=Dataset.from_list([chats] * 4), processing_class=tokenizer)
+    plain = {"sft": {"text": "w1 w2"}, "dpo": GOOD, "grpo": {"prompt": "w1"}}[task]
+    build(task, train_dataset=Dataset.from_list([plain] * 4), processing_class=tokenizer)
 
 
 def test_an_evaluation_set_called_train_hides_no_training_data():

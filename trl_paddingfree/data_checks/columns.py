@@ -1,6 +1,6 @@
 """What columns of raw data must hold, for every task: wrong values are named by row and column before models load."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from reprlib import repr as short
 from typing import Any
 
@@ -33,23 +33,30 @@ def refuse_wrong_values(dataset: AnyDataset, name: str, task: Task, text_field: 
     data with a transform, the first row is looked at.
     """
     columns = dataset.column_names or list(next(iter(dataset), {}))
-    read = _read(columns, task, text_field)
+    read = columns_read(columns, task, text_field)
     if not has_known_lengths(dataset):
-        first: Example = next(iter(dataset), {})
-        for column, holds in read.items():
-            if column in first and (problem := _problem(first[column], holds)):
-                raise _refused(name, 0, column, problem, holds)
-        _refuse_mixed(name, {column: first[column] for column in read if column in first}, read)
+        refuse_wrong_row(next(iter(dataset), {}), 0, name, read)
         return
     for column, holds in read.items():
         for row, value in _suspects(dataset, column, holds):
             if problem := _problem(value, holds):
                 raise _refused(name, row, column, problem, holds)
     if len(dataset):
-        _refuse_mixed(name, dataset.with_format(None)[0], read)
+        _refuse_mixed(name, 0, dataset.with_format(None)[0], read)
 
 
-def _read(columns: Sequence[str], task: Task, text_field: str) -> dict[str, str]:
+def refuse_wrong_row(row: Example, number: int, name: str, read: Mapping[str, str]) -> None:
+    """Refuse one row with values that cannot be read, by the columns that are `read` and what they must hold."""
+    for column, holds in read.items():
+        if column in row:
+            if row[column] is None and holds != _NUMBER:
+                raise ValueError(f"Row {number} of the {name} data: `{column}` is None. {FIX}")
+            if problem := _problem(row[column], holds):
+                raise _refused(name, number, column, problem, holds)
+    _refuse_mixed(name, number, row, read)
+
+
+def columns_read(columns: Sequence[str], task: Task, text_field: str) -> dict[str, str]:
     """The columns that a task reads as they are, and what they must hold; none if the data has tokens already."""
     tokens = {*task.token_columns, "input_ids", "chosen_input_ids"}
     if not tokens.isdisjoint(columns):
@@ -114,14 +121,15 @@ def _wrong_conversations(values: Any) -> Any:
     return np.flatnonzero(wrong)
 
 
-def _refuse_mixed(name: str, row: Example, read: dict[str, str]) -> None:
-    """Refuse text beside messages in the first row, as TRL goes by one of the columns."""
+def _refuse_mixed(name: str, number: int, row: Example, read: Mapping[str, str]) -> None:
+    """Refuse text beside messages in a row, as TRL goes by one of the columns."""
     values = {column: row.get(column) for column, holds in read.items() if holds == _BOTH}
     kinds = {column: type(value).__name__ for column, value in values.items() if value is not None}
     if len({*kinds.values()}) > 1:
+        each = ", ".join(f"`{column}` is a {kind}" for column, kind in kinds.items())
         raise ValueError(
-            f"Row 0 of the {name} data: {', '.join(f'`{column}` is a {kind}' for column, kind in kinds.items())}. All "
-            f"of a row's texts must be strings, or all lists of messages. {FIX}"
+            f"Row {number} of the {name} data: {each}. All of a row's texts must be strings, or all lists of messages. "
+            f"{FIX}"
         )
 
 

@@ -1,9 +1,9 @@
 """What is checked of data, by the task that reads it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from trl import SFTConfig
 
@@ -11,7 +11,9 @@ from ..core.data.lengths import AnyDataset, column_names, has_images
 from ..core.data.task import Task
 from ..core.trainers.configs import Arguments, given_datasets
 from ..core.trainers.refusals import is_ours
-from .columns import refuse_wrong_values
+from .columns import columns_read, refuse_wrong_values
+from .streams import with_rows_checked, with_tokens_checked
+from .templates import refuse_broken_template
 from .validate import (
     log_unread,
     refuse_bad_tokens,
@@ -25,10 +27,12 @@ from .validate import (
 # By the names of tasks, what reads the data, and the columns that it reads, the first of these that there are. SFT has
 # rules of its own
 _PAIR = ("chosen", "rejected")
+_GENERATES = {"grpo": "GRPO", "rloo": "RLOO", "distillation": "distillation"}
 _READ: dict[str, tuple[str, tuple[tuple[str, ...], ...]]] = {
     "dpo": ("DPO", (("prompt", *_PAIR), _PAIR)),
     "kto": ("KTO", (("prompt", "completion", "label"), _PAIR)),
     "reward": ("a reward model", (_PAIR, ("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids"))),
+    **{name: (words, (("prompt",),)) for name, words in _GENERATES.items()},
 }
 CHECKED = (*_READ, "sft")
 
@@ -42,10 +46,14 @@ def _tokenized(task: Task) -> list[tuple[str, ...]]:
     return [each for each in _READ[task.name][1] if each[0].endswith("ids")] if task.name in _READ else []
 
 
-def refuse_given(trainer_class: Any, arguments: Arguments) -> None:
-    """Refuse data among the arguments of a trainer that its task cannot read, and log which columns TRL does not."""
+def refuse_given(trainer_class: Any, arguments: Arguments) -> list[AnyDataset]:
+    """
+    Refuse data among the arguments of a trainer that its task cannot read, and log which columns TRL does not. Returns
+    the datasets whose rows were looked at.
+    """
     config, task = arguments["args"], trainer_class.task
     reads_rows = _reads_rows(trainer_class, arguments)
+    looked_at: list[AnyDataset] = []
     for name, dataset in given_datasets(arguments):
         if isinstance(dataset, Dataset) and not len(dataset):
             raise ValueError(f"The {name} data has no rows. Look at what selected them, or pass other data.")
@@ -57,6 +65,10 @@ def refuse_given(trainer_class: Any, arguments: Arguments) -> None:
             refuse_bad_tokens(dataset, name)
         if reads_rows:  # TRL prepares data once it has loaded the models
             refuse_rows(dataset, name, task, config)
+            looked_at.append(dataset)
+            if not vars(config).get("chat_template_path"):
+                refuse_broken_template(dataset, tokenizer_of(arguments.get("processing_class")))
+    return looked_at
 
 
 def refuse_rows(dataset: AnyDataset, name: str, task: Task, config: TrainingArguments) -> None:
@@ -72,12 +84,22 @@ def refuse_rows(dataset: AnyDataset, name: str, task: Task, config: TrainingArgu
         refuse_missing_prompts(dataset, name)
 
 
-def refuse_tokens_beyond(
-    model: PreTrainedModel, processor: Any, datasets: Iterable[tuple[str, AnyDataset]], columns: Sequence[str]
-) -> None:
-    """Refuse data with tokens that the `model` has no embeddings for; the `processor` may have made them."""
+def rows_checked(dataset: AnyDataset, name: str, task: Task, config: TrainingArguments) -> AnyDataset:
+    """Raw data that TRL is to prepare; a stream of it also refuses later rows that the task cannot read."""
+    if not isinstance(dataset, IterableDataset):
+        return dataset
+    return with_rows_checked(dataset, name, columns_read(column_names(dataset), task, _text_field(config)))
+
+
+def tokens_checked(
+    model: PreTrainedModel, processor: Any, data: Any, columns: Sequence[str], only: str = "train"
+) -> Any:
+    """
+    Prepared data, one dataset or several by name, once tokens that the `model` has no embeddings for are refused. The
+    `processor` may have made them. Streams are replaced by ones that also refuse such tokens in later rows.
+    """
     if (size := embeddings_of(model)) is None:
-        return
+        return data
     tokenizer = tokenizer_of(processor)
     advice = "Tokenize with the model's own tokenizer."
     if isinstance(tokenizer, PreTrainedTokenizerBase) and (number := len(tokenizer)) > size:
@@ -86,8 +108,14 @@ def refuse_tokens_beyond(
             f"`model.resize_token_embeddings({number})`."
         )
     columns = [column for column in columns if column.endswith("ids") or column == "labels"]
-    for name, dataset in datasets:
+
+    def checked(dataset: Any, name: str) -> Any:
+        if not isinstance(dataset, Dataset | IterableDataset):
+            return dataset
         refuse_unknown_tokens(dataset, name, columns, size, advice)
+        return with_tokens_checked(dataset, name, columns, size, advice)
+
+    return {name: checked(each, name) for name, each in data.items()} if isinstance(data, dict) else checked(data, only)
 
 
 def embeddings_of(model: PreTrainedModel) -> int | None:

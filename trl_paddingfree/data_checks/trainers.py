@@ -1,37 +1,58 @@
 """What checks of data add to the trainers: bad rows are refused before models load, and where TRL prepares them."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import ProcessorMixin
 
-from ..core.data.lengths import column_names, has_images
+from ..core.data.lengths import AnyDataset, column_names, has_images
 from ..core.trainers import collated
 from ..core.trainers.base import FlatTrainer
-from ..core.trainers.configs import Arguments, given_datasets
+from ..core.trainers.configs import Arguments
 from ..core.trainers.runtime import when_flat
-from .tasks import CHECKED, embeddings_of, has_tokens, refuse_given, refuse_rows, refuse_tokens_beyond, tokenizer_of
+from .tasks import (
+    CHECKED,
+    embeddings_of,
+    has_tokens,
+    refuse_given,
+    refuse_rows,
+    rows_checked,
+    tokenizer_of,
+    tokens_checked,
+)
+from .templates import naming_prompts, naming_row
 from .validate import check_preferences, log_dropped
 
 
 class Checked(FlatTrainer):
     """What is checked of the data of all trainers."""
 
+    _looked_at: Sequence[AnyDataset] = ()  # raw data that was checked before models were loaded
+
     def refuse_arguments(self, arguments: Arguments) -> None:
         super().refuse_arguments(arguments)
-        refuse_given(type(self), arguments)
+        self._looked_at = refuse_given(type(self), arguments)
 
     def start_flat(self) -> None:
         if not self.flat.models:
             self.refuse_unknown_tokens()
         super().start_flat()
 
+    def after_init(self) -> None:
+        super().after_init()
+        self._looked_at = ()  # later calls bring other data
+
     def refuse_unknown_tokens(self) -> None:
         """Refuse prepared data with tokens that the model has no embeddings for: on a GPU, the process would abort."""
-        prepared = given_datasets({"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset})
-        refuse_tokens_beyond(self.flat_base(self.model), self.processing_class, prepared, self._read_columns())
+        for option in ("train_dataset", "eval_dataset"):
+            data = self._tokens_checked(vars(self).get(option), self._read_columns(), option.removesuffix("_dataset"))
+            if data is not None:
+                setattr(self, option, data)
+
+    def _tokens_checked(self, data: Any, columns: Sequence[str], name: str) -> Any:
+        return tokens_checked(self.flat_base(self.model), self.processing_class, data, columns, name)
 
     def _read_columns(self) -> list[str]:
         """Columns of prepared data that the collator reads."""
@@ -55,12 +76,15 @@ class Collated(Checked, collated.Collated):
             self, dataset, processing_class, *others, **named
         )
         given = call.arguments
-        name, args = given["dataset_name"], given["args"]
+        name, args, tokenizer = given["dataset_name"], given["args"], tokenizer_of(processing_class)
         if given.get("formatting_func") is None:
-            refuse_rows(dataset, name, task, args)
+            if not any(dataset is each for each in self._looked_at):
+                refuse_rows(dataset, name, task, args)
+            dataset = rows_checked(dataset, name, task, args)
         if task.unit == "pairs" and not has_tokens(dataset, task):
-            dataset = check_preferences(dataset, tokenizer_of(processing_class), name, args)
-        prepared = prepare()
+            dataset = check_preferences(dataset, tokenizer, name, args)
+        with naming_row(dataset, tokenizer, name):
+            prepared = prepare()
         if not given.get("packing"):
             # TRL turns a pair into two examples of KTO
             per_row = 2 if task.name == "kto" and {"chosen", "rejected"} <= {*column_names(dataset)} else 1
@@ -73,17 +97,29 @@ class Online(Checked):
     """For trainers that generate their rows, from prompts that become tokens when they are drawn."""
 
     environment_factories: Any  # set by TRL's trainers
-    _tokenize_prompts: Callable[..., tuple[list[list[int]], ...]]
+
+    def refuse_arguments(self, arguments: Arguments) -> None:
+        super().refuse_arguments(arguments)
+        for option in ("train_dataset", "eval_dataset") if self._looked_at else ():
+            if isinstance(data := arguments.get(option), IterableDataset):
+                arguments[option] = rows_checked(data, option.removesuffix("_dataset"), self.task, arguments["args"])
 
     def refuse_unknown_tokens(self) -> None:
         data: Any = self.train_dataset
         tokenizer: Any = self.processing_class
-        size = embeddings_of(self.flat_base(self.model))
-        is_text = isinstance(data, Dataset) and "prompt" in data.column_names and not has_images(data)
         makes_prompts = self.environment_factories or vars(self).get("rollout_func")
+        if data is None or makes_prompts or has_images(data) or "prompt" not in column_names(data):
+            return
+        self._tokenize_prompts([next(iter(data))["prompt"]])  # a template that refuses prompts says so now
+        size = embeddings_of(self.flat_base(self.model))
         # Only a tokenizer that is too large is worth a look at all prompts
-        if not is_text or makes_prompts or size is None or isinstance(tokenizer, ProcessorMixin):
+        if not isinstance(data, Dataset) or size is None or isinstance(tokenizer, ProcessorMixin):
             return
         if len(tokenizer) > size:
             prompts = Dataset.from_dict({"prompt_ids": self._tokenize_prompts(list(data["prompt"]))[0]})
-            refuse_tokens_beyond(self.flat_base(self.model), tokenizer, [("train", prompts)], ["prompt_ids"])
+            self._tokens_checked(prompts, ["prompt_ids"], "train")
+
+    @when_flat
+    def _tokenize_prompts(self, prompts, *args, **kwargs):
+        with naming_prompts(prompts, tokenizer_of(self.processing_class)):
+            return super()._tokenize_prompts(prompts, *args, **kwargs)  # type: ignore[misc]
