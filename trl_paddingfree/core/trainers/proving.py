@@ -142,10 +142,9 @@ class StartUpCheck:
             results = self._results_of(models)
         seconds, said = time.perf_counter() - start, [proof.said for proof in self.proofs if proof.said]
         missing = dict.fromkeys(gap for result in results for gap in result.not_compared)
-        verdict = f"exact on {results[0].tried}"
+        found = ", ".join([f"exact on {results[0].tried}", *said])
         if missing:
-            verdict += f", as far as it was compared: {'; '.join(missing)}"
-        found = ", ".join([verdict, *said])
+            found += f", as far as it was compared: {'; '.join(missing)}"
         how = f"checked in {seconds:.1f} s"
         if all(self.days):
             how = f"remembered from {max(self.days)}; {self.earlier.hint}"
