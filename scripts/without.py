@@ -4,7 +4,7 @@ train what padded TRL trains. Without names, deletes each folder, one after anot
 
     python scripts/without.py                # each alone: about half a minute for each
     python scripts/without.py images groups  # only these, together
-    python scripts/without.py --all          # all of them together, with the whole of tests/core
+    python scripts/without.py --all          # all of them together, with the whole of tests/core: about five minutes
 """
 
 import argparse
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--all", action="store_true")
     args = parser.parse_args()
     if args.all:
-        cases, tests = [FOLDERS], ["tests/core"]
+        cases, tests = [FOLDERS], ["tests/core", "-n", "2"]
     else:
         cases, tests = [args.folders] if args.folders else [[folder] for folder in FOLDERS], ["tests/core/test_text.py"]
     broken = [", ".join(case) for case in cases if not works_without(case, tests)]

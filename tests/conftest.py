@@ -145,3 +145,18 @@ def pytest_collection_finish():
 
 def pytest_sessionfinish():
     gc.unfreeze()
+
+
+@pytest.fixture
+def untouched(monkeypatch):
+    """A model that must not compute anything."""
+    from tests.helpers.tiny import make_model
+
+    model = make_model()
+    model.config.num_labels = 1  # what TRL's reward trainer looks at first
+
+    def forward(*args, **kwargs):
+        raise AssertionError("computed")
+
+    monkeypatch.setattr(model.get_input_embeddings(), "forward", forward)
+    return model

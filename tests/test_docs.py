@@ -24,7 +24,7 @@ from tests.test_house import FILES, calls_of_a_step
 from tests.test_package import MODULES
 from trl_paddingfree.cli.main import make_parser
 from trl_paddingfree.cli.train import make_parser as make_script_parser
-from trl_paddingfree.core.model.attention import BACKENDS
+from trl_paddingfree.core.model.backends import BACKENDS
 from trl_paddingfree.core.trainers.configs import PaddingFreeOptions
 
 pytestmark = pytest.mark.usefixtures("checkout_stays")

@@ -15,7 +15,7 @@ from tests.helpers.flat_and_padded import install, log_probs_and_gradients, padd
 from tests.helpers.tiny import SHARING, make_model, preference_data
 from tests.runs import run
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.core.model import attention
+from trl_paddingfree.core.model import kernels
 from trl_paddingfree.core.model.routes import choose_route
 from trl_paddingfree.core.model.told import FlatMask
 from trl_paddingfree.recurrent.layers import missing_kernels, state_layers
@@ -195,8 +195,8 @@ def test_the_baseline_of_the_benchmark_computes_what_padded_sdpa_computes(seed):
 
 
 def test_dpo_follows_padded_trl_in_bfloat16(tokenizer, monkeypatch):
-    calls, kernel = [], attention.torch_varlen()
-    monkeypatch.setattr(attention, "torch_varlen", lambda: lambda *args: calls.append(len(args)) or kernel(*args))
+    calls, kernel = [], kernels.torch_varlen()
+    monkeypatch.setattr(kernels, "torch_varlen", lambda: lambda *args: calls.append(len(args)) or kernel(*args))
     model = make_model(**{**SIZES, "vocab_size": len(tokenizer)})
     options = {"bf16": True, "use_cpu": False, "learning_rate": 1e-4}
 

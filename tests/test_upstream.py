@@ -27,8 +27,9 @@ from trl_paddingfree.core import upstream, versions
 from trl_paddingfree.core.flat.layout import FlatLayout
 from trl_paddingfree.core.flat.segments import Segments
 from trl_paddingfree.core.model import architecture
-from trl_paddingfree.core.model.attention import BOUNDARIES, torch_varlen
+from trl_paddingfree.core.model.attention import BOUNDARIES
 from trl_paddingfree.core.model.forward import is_pooled
+from trl_paddingfree.core.model.kernels import torch_varlen
 from trl_paddingfree.core.model.told import FlatMask
 from trl_paddingfree.registry import TRAINERS
 

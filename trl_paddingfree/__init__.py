@@ -33,9 +33,11 @@ _TRAINERS = {
 _EXPORTS = {
     **{name: module for module, names in _MODULES.items() for name in names},
     **{f"{name}Collator": "core.data.collate" for name in _COLLATORS},
-    **{f"PaddingFree{name}Config": "core.trainers.configs" for names in _TRAINERS.values() for name in names},
     **{
-        f"PaddingFree{name}Trainer": f"{folder}.{name.lower()}" for folder, names in _TRAINERS.items() for name in names
+        f"PaddingFree{name}{kind}": f"{folder}.{name.lower()}"
+        for folder, names in _TRAINERS.items()
+        for name in names
+        for kind in ("Trainer", "Config")
     },
 }
 # Any folder but the core may be deleted: its names are gone, and all others stay
@@ -59,25 +61,16 @@ if TYPE_CHECKING:
     from .core.flat.segments import Segments
     from .core.model.flat_model import FlatModel
     from .core.trainers.composed import CollatedTrainer
-    from .core.trainers.configs import (
-        PaddingFreeDistillationConfig,
-        PaddingFreeDPOConfig,
-        PaddingFreeGRPOConfig,
-        PaddingFreeKTOConfig,
-        PaddingFreeOptions,
-        PaddingFreeRewardConfig,
-        PaddingFreeRLOOConfig,
-        PaddingFreeSFTConfig,
-    )
-    from .core.trainers.dpo import PaddingFreeDPOTrainer
+    from .core.trainers.configs import PaddingFreeOptions
+    from .core.trainers.dpo import PaddingFreeDPOConfig, PaddingFreeDPOTrainer
     from .core.trainers.runtime import when_flat
-    from .core.trainers.sft import PaddingFreeSFTTrainer
-    from .heads.kto import PaddingFreeKTOTrainer
-    from .heads.reward import PaddingFreeRewardTrainer
+    from .core.trainers.sft import PaddingFreeSFTConfig, PaddingFreeSFTTrainer
+    from .heads.kto import PaddingFreeKTOConfig, PaddingFreeKTOTrainer
+    from .heads.reward import PaddingFreeRewardConfig, PaddingFreeRewardTrainer
     from .online.composed import OnlineTrainer
-    from .online.distillation import PaddingFreeDistillationTrainer
-    from .online.grpo import PaddingFreeGRPOTrainer
-    from .online.rloo import PaddingFreeRLOOTrainer
+    from .online.distillation import PaddingFreeDistillationConfig, PaddingFreeDistillationTrainer
+    from .online.grpo import PaddingFreeGRPOConfig, PaddingFreeGRPOTrainer
+    from .online.rloo import PaddingFreeRLOOConfig, PaddingFreeRLOOTrainer
     from .packed.check import check_packed
 
 

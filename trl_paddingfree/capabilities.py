@@ -10,7 +10,20 @@ from importlib.util import find_spec
 from typing import Any
 
 # Those that add to the trainers and their options: what the first adds goes around what the others add
-ORDER = ("resuming", "remembering", "answers", "data_checks", "proof", "images", "groups", "budgets", "arranging")
+ORDER = (
+    "resuming",
+    "remembering",
+    "answers",
+    "argument_checks",
+    "data_checks",
+    "proof",
+    "images",
+    "groups",
+    "compiled",
+    "budgets",
+    "arranging",
+    "own_collators",
+)
 
 
 def is_there(capability: str) -> bool:

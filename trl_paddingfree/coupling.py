@@ -6,6 +6,7 @@ from types import FunctionType
 from typing import Any
 
 from .core import upstream
+from .core.trainers.collated import Collated
 
 # Methods of a trainer, and of its accelerator, between a micro-batch and its gradients
 _OF_STEPS = (
@@ -18,6 +19,20 @@ _OF_STEPS = (
     "backward",
 )
 _LIBRARIES = ("trl_paddingfree", "trl", "transformers", "accelerate")
+
+
+def may_couple(trainer: Collated, moves: bool = False) -> list[str]:
+    """
+    Options under which an example's loss depends on others, and what may change it beyond the class whose `part_sizes`
+    say how parts of it combine. Empty if the losses of parts add up to that of the micro-batch or, if asked whether it
+    `moves`, if examples may move to another one.
+    """
+    owners = [cls for cls in type(trainer).__mro__ if "part_sizes" in vars(cls)]
+    owners += [trainer.trl_trainer] * (owners == [Collated])  # no one says how its parts combine
+    found = own_steps(trainer, owners, moves)
+    if not moves and type(trainer).part_sizes is Collated.part_sizes:
+        found.append("a loss")
+    return [*trainer.coupled_by(), *(f"{each} without `part_sizes`" for each in found)]
 
 
 def own_steps(trainer: Any, owners: Sequence[type], moves: bool) -> list[str]:

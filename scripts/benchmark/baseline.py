@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from trl_paddingfree.core.model.attention import sdpa_dtype, torch_varlen
+from trl_paddingfree.core.model.kernels import sdpa_dtype, torch_varlen
 
 UNPADDED, TWO_BOUNDARIES = "unpadded_varlen", "unpadded_varlen_two_boundaries"
 # Attention implementations that compute no padding

@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import torch
 
-from trl_paddingfree.core.check.machine import accelerators, package_versions
 from trl_paddingfree.core.device import GIB, has_accelerator
+from trl_paddingfree.machine import accelerators, package_versions
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,7 +15,7 @@ from trl_paddingfree import FlatBatch
 from trl_paddingfree.budgets import attempts
 from trl_paddingfree.budgets.attempts import Attempt, halve
 from trl_paddingfree.core.flat.layout import FlatLayout
-from trl_paddingfree.core.model.architecture import recompute_first
+from trl_paddingfree.recomputable import recompute_first
 
 WHERE = pytest.mark.parametrize("where", ["forward", "backward"])
 

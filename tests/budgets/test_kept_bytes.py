@@ -12,10 +12,10 @@ from trl_paddingfree import FlatBatch
 from trl_paddingfree.budgets.features import memory_features
 from trl_paddingfree.budgets.kept_bytes import count_kept_bytes
 from trl_paddingfree.budgets.saved_bytes import SavedBytes
-from trl_paddingfree.core.model.architecture import recomputable_layers
 from trl_paddingfree.core.model.casts import cast_inputs_once
 from trl_paddingfree.core.model.flat_model import FlatModel
 from trl_paddingfree.core.model.routes import Route
+from trl_paddingfree.recomputable import recomputable_layers
 
 
 def test_only_what_the_backward_pass_still_needs_is_counted():

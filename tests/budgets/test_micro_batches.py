@@ -12,11 +12,9 @@ from accelerate.state import AcceleratorState
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import RandomSampler
 from transformers import Trainer, TrainerCallback
 from trl import DPOTrainer, SFTTrainer
 
-from scripts.benchmark.studies.arranging import imbalance
 from tests.helpers.memory import LAYERS, most_slices
 from tests.helpers.tiny import (
     DATA,
@@ -30,11 +28,10 @@ from tests.helpers.tiny import (
 )
 from tests.runs import PER_MICRO_BATCH, assert_same, compare, make_trainer, run, train
 from trl_paddingfree import PaddingFreeDPOTrainer, PaddingFreeSFTTrainer, PreferenceCollator, coupling
-from trl_paddingfree.arranging.order import StepSampler, balance, by_tokens
 from trl_paddingfree.budgets.features import FEATURES, TOKENS
 from trl_paddingfree.budgets.planner import MemoryPlanner
 from trl_paddingfree.core.data.lengths import example_tokens, truncated
-from trl_paddingfree.coupling import is_published
+from trl_paddingfree.coupling import is_published, may_couple
 from trl_paddingfree.registry import TRAINERS
 
 
@@ -42,18 +39,6 @@ def with_a_long_pair():
     """Pairs, one of which has a row of at least 45 tokens, and fewer than 80 in all."""
     chosen = [{"role": "assistant", "content": " ".join(["w1"] * 38)}]
     return preference_data(16, SEED).map(lambda row, i: {"chosen": chosen} if i == 3 else row, with_indices=True)
-
-
-@given(st.lists(st.integers(1, 1000), min_size=6, max_size=60), st.integers(1, 6))
-@settings(max_examples=200, deadline=None)
-def test_balanced_bins_hold_every_item_once_in_equal_numbers(costs, num_bins):
-    costs = costs[: len(costs) // num_bins * num_bins]
-    bins = balance(costs, num_bins)
-    assert sorted(item for bin_ in bins for item in bin_) == list(range(len(costs)))
-    assert {len(bin_) for bin_ in bins} == {len(costs) // num_bins}
-    # no worse than filling bins as the items come
-    spread = [sum(costs[item] for item in bin_) for bin_ in bins]
-    assert max(spread) - min(spread) <= max(costs)
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(1, 120))
@@ -100,37 +85,11 @@ def test_predicted_tokens_are_those_of_the_batch():
         assert batch["flat_batch"].counts.computed == predicted
 
 
-def test_an_incomplete_last_step_stays_as_it_is_and_the_first_where_it_fills_the_last():
-    def arranged(number, **options):
-        return [*StepSampler(range(number), 4, arrange=lambda step: step[::-1], **options)]
-
-    assert arranged(10) == [3, 2, 1, 0, 7, 6, 5, 4, 8, 9]
-    assert arranged(10, keeps_first=True) == [0, 1, 2, 3, 7, 6, 5, 4, 8, 9]
-    assert arranged(8, keeps_first=True) == [3, 2, 1, 0, 7, 6, 5, 4]
-    assert len(StepSampler(range(10), 4, arrange=sorted)) == 10
-
-
 def test_models_that_transformers_has_sharded_are_refused_beside_budgets(model_dir):
     trainer = make_trainer("dpo", "ours", model=model_dir, max_tokens_per_micro_batch=200)
     trainer.planner, trainer.is_distributed_loading_by_transformers = None, True
     with pytest.raises(ValueError, match="`distributed_config` shards the model as it is loaded"):
         trainer.plan_memory(trainer.model)
-
-
-def test_balancing_lowers_the_waiting_of_eight_processes():
-    work = np.random.default_rng(SEED).lognormal(5, 1, 4096)
-    order = list(StepSampler(range(4096), 128, by_tokens(work, 4, 8)))
-    assert imbalance(work[order], 4, 8) < 1 + 0.5 * (imbalance(work, 4, 8) - 1)
-
-
-def test_a_rearranged_order_has_the_generator_of_the_users_sampler():
-    """accelerate looks for it, and gives all processes the same one."""
-    with_one, without = (StepSampler(sampler, 2, sorted) for sampler in (RandomSampler(range(9)), [1, 2]))
-    with_one.generator = torch.Generator().manual_seed(SEED)
-    orders = [list(with_one), list(with_one)]
-    with_one.generator.manual_seed(SEED)
-    assert [list(with_one), list(with_one)] == orders
-    assert not hasattr(without, "generator")
 
 
 def test_parts_weigh_by_tokens_where_the_loss_is_a_mean_over_a_micro_batch(model_dir):
@@ -475,7 +434,7 @@ def test_a_class_that_says_how_parts_combine_may_have_linear_hooks(model_dir):
     for options in ({"max_tokens_per_micro_batch": 60}, {"arrange_micro_batches": "tokens"}):
         ours = trained("ours", trainer_class=Own, **options)
         assert_same(padded, ours)
-        assert not ours.trainer._may_couple()
+        assert not may_couple(ours.trainer)
 
 
 def test_a_step_that_is_mixed_in_after_ours_sees_whole_micro_batches(model_dir):

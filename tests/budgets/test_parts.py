@@ -32,8 +32,8 @@ from tests.helpers.vision import WITHOUT_TORCHVISION, on_images, vision_pairs
 from tests.runs import assert_same, compare, make_trainer, run, train
 from trl_paddingfree import FlatBatch, PaddingFreeDPOTrainer
 from trl_paddingfree.budgets.planner import MemoryPlanner
+from trl_paddingfree.budgets.steps import adds_up_shards
 from trl_paddingfree.core.device import GIB
-from trl_paddingfree.core.trainers.engine import adds_up_shards
 from trl_paddingfree.slices import decoder as slices
 
 WAIT = 60  # seconds for another thread, at most

@@ -36,9 +36,9 @@ from trl_paddingfree.budgets.planner import CORRECTED, MemoryPlanner
 from trl_paddingfree.budgets.saved_bytes import SavedBytes
 from trl_paddingfree.core.device import GIB
 from trl_paddingfree.core.flat.schedule import Schedule
-from trl_paddingfree.core.model.architecture import recompute_first
 from trl_paddingfree.core.model.flat_model import FlatModel
 from trl_paddingfree.core.model.routes import Route
+from trl_paddingfree.recomputable import recompute_first
 
 VARLEN = {"prefix_sharing": True, "flat_attention": "varlen", "model_init_kwargs": {"dtype": "bfloat16"}}
 

@@ -9,6 +9,7 @@ from datasets import concatenate_datasets
 from transformers import LlamaForCausalLM
 
 from tests.helpers.memory import budgeted, layered, with_images
+from tests.helpers.refused import build
 from tests.helpers.tiny import ROUTED, SEED, conversations, make_model, preference_data
 from tests.helpers.vision import vision_pairs
 from tests.runs import make_trainer, run
@@ -142,3 +143,25 @@ def test_images_are_found_behind_many_examples_without_them():
     assert {"first", "text"} <= set(with_images("llava", "dpo", data).tried_images.names)
     with pytest.raises(ValueError, match="The first examples of the train data have no images"):
         with_images("llava", "dpo", data.to_iterable_dataset(), memory_budget=None)
+
+
+MASK = {"flat_attention": "mask"}  # with which nothing runs in slices
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "message"),
+    [
+        ("dpo", {"max_tokens_per_micro_batch": 9, **MASK}, "slices: its attention is computed by mask"),
+        ("dpo", {"memory_budget": 0.0001, **MASK}, "recomputed, as its attention is"),
+        ("grpo", {"max_tokens_per_micro_batch": 5, **MASK}, "=5` is less than a prompt of"),
+        (
+            "distillation",
+            {"memory_budget": 0.0001},
+            r"a micro-batch of 4 rows, each a prompt of \d+ tokens with .* need",
+        ),
+        ("sft", {"max_tokens_per_micro_batch": 200, "ddp_static_graph": True}, "expects one backward pass per micro-"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_before_training(task, options, message):
+    with pytest.raises(ValueError, match=message):
+        build(task, **options)

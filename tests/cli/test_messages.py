@@ -210,8 +210,8 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once_with_the_name_that_is_aske
     def unreachable(address, timeout):
         raise OSError("Name or service not known")
 
-    monkeypatch.setattr("trl_paddingfree.core.hub.create_connection", unreachable)
-    monkeypatch.setattr("trl_paddingfree.core.hub.getproxies", dict)
+    monkeypatch.setattr("trl_paddingfree.hub.create_connection", unreachable)
+    monkeypatch.setattr("trl_paddingfree.hub.getproxies", dict)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     for command, named in (
         (["dpo", "--model_name_or_path", "smolm2"], "`--model_name_or_path smolm2`"),
@@ -303,7 +303,7 @@ def test_versions_are_printed_before_pytorch_is_asked_for_devices(capsys, monkey
         assert "- transformers: " in capsys.readouterr().out
         return {"gpus": ["a GPU"]}
 
-    monkeypatch.setattr("trl_paddingfree.core.check.machine.hardware", ask)
+    monkeypatch.setattr("trl_paddingfree.machine.hardware", ask)
     assert cli.main(["env"]) == 0
     assert capsys.readouterr().out == "- gpus: a GPU\n"
 

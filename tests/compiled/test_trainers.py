@@ -19,8 +19,8 @@ from trl_paddingfree import UnprovenModelError, padding_free
 from trl_paddingfree.compiled.layers import compile_layers, compiled, make_eager
 from trl_paddingfree.core import upstream
 from trl_paddingfree.core.check.again import prove_again
-from trl_paddingfree.core.model.architecture import recomputable_layers
 from trl_paddingfree.core.model.flat_model import FlatModel
+from trl_paddingfree.recomputable import recomputable_layers
 
 # Traces as compiling does, and leaves out the C++, which takes minutes on a CPU
 COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}

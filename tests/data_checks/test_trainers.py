@@ -5,7 +5,8 @@ import re
 import pytest
 from datasets import Dataset, IterableDataset, Value
 
-from tests.core.trainers.test_refusals import ODD_ROWS, build, untouched, user, without  # noqa: F401
+from tests.core.trainers.test_refusals import ODD_ROWS, user
+from tests.helpers.refused import build, without
 from tests.helpers.tiny import DATA, arguments, conversations, make_tokenizer, preference_data
 from tests.runs import compare
 from trl_paddingfree import LanguageModelingCollator, PaddingFreeSFTTrainer
@@ -138,7 +139,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_bad_data_is_refused_in_one_line_before_anything_is_computed(name, untouched):  # noqa: F811
+def test_bad_data_is_refused_in_one_line_before_anything_is_computed(name, untouched):
     """Also the first row of a stream."""
     task, given, message = REFUSED[name]
     tried = [given]

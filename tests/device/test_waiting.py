@@ -12,10 +12,10 @@ from tests.helpers.tiny import DATA, SEED, arguments
 from tests.helpers.vision import on_images, vision_pairs
 from tests.pretend_device import WAITS, counted_waits
 from tests.runs import make_trainer, run
-from trl_paddingfree.core.model import attention
+from trl_paddingfree.core.model import backends
 
 # Generated rows are read back once in each pass of a model: what is flat is laid out on the host
-FLATTEN = ("trl_paddingfree/core/data/rows.py", "generated_on_host")
+FLATTEN = ("trl_paddingfree/online/rows.py", "generated_on_host")
 # There for both models, and for the loss
 DISTILLED = ("trl_paddingfree/online/distillation.py", "PaddingFreeDistillationTrainer._rows_of")
 PLACES = {"grpo": {FLATTEN: 1}, "rloo": {FLATTEN: 2}, "distillation": {DISTILLED: 1}}
@@ -109,12 +109,12 @@ def test_nothing_waits_inside_the_model(checkpointing, monkeypatch):
 
 
 def test_a_read_that_is_planted_is_found_by_name(monkeypatch):
-    of_segments = attention.ATTENTION["segment"]
+    of_segments = backends.ATTENTION["segment"]
 
     def reading(layout, previous, module, query, *args, **kwargs):
         assert query.sum().item()
         return of_segments(layout, previous, module, query, *args, **kwargs)
 
-    monkeypatch.setitem(attention.ATTENTION, "segment", reading)
+    monkeypatch.setitem(backends.ATTENTION, "segment", reading)
     (found,) = waits_inside(monkeypatch)
     assert (found.reason, found.function.split(".")[-1]) == ("local_scalar_dense", "reading")

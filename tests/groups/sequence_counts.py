@@ -19,11 +19,11 @@ from tests.helpers.flat_and_padded import flat_model
 from tests.helpers.tiny import make_model
 from trl_paddingfree.budgets.saved_bytes import SavedBytes
 from trl_paddingfree.core.flat.batch import FlatBatch
-from trl_paddingfree.core.model.architecture import recomputable_layers
 from trl_paddingfree.core.model.flat_model import FlatModel
 from trl_paddingfree.core.model.forward import flat_forward
 from trl_paddingfree.groups.exchange import Halo
 from trl_paddingfree.groups.sequence import SequenceGroup, share_batches
+from trl_paddingfree.recomputable import recomputable_layers
 
 HEADS, KEYS, SIZE, LAYERS, REACH = 8, 2, 16, 3, 3
 # Prompts and answers: a batch whose tokens, of which the answers are scored, divide by four

@@ -21,7 +21,8 @@ from tests.helpers.launching import (
     of_processes,
     torchrun,
 )
-from tests.helpers.tiny import SEED, following_rotary, make_model, saved
+from tests.helpers.refused import build
+from tests.helpers.tiny import SEED, following_rotary, make_model, preference_data, saved
 from tests.helpers.trees import random_segments
 from trl_paddingfree.core.check import prove
 from trl_paddingfree.core.check.prove import CheckResult, UnprovenModelError
@@ -452,3 +453,19 @@ def test_layers_with_a_state_answer_in_two_slices_as_whole():
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_all_layers_with_a_state_answer_in_slices_as_whole(world):
     counted(world, "sequence_states", str(SEED))
+
+
+@pytest.mark.parametrize(
+    ("task", "data", "message"),
+    [
+        ("reward", {}, "`sequence_parallel_size=2`: DPO and SFT .* for RewardTrainer's batches"),
+        (
+            "dpo",
+            {"train_dataset": preference_data(4, SEED).add_column("image", [None] * 4)},
+            "images are not computed in slices",
+        ),
+    ],
+)
+def test_what_groups_cannot_share_is_refused_before_training(task, data, message):
+    with pytest.raises(ValueError, match=message):
+        build(task, sequence_parallel_size=2, **data)

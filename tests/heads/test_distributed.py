@@ -12,7 +12,7 @@ from tests.helpers.memory import in_tokens
 from tests.helpers.tiny import arguments, make_model, preference_data, prompts, unpaired
 from tests.runs import assert_same, run
 from trl_paddingfree.budgets import planner as memory_planner
-from trl_paddingfree.core.trainers import runtime as of_trainers
+from trl_paddingfree.budgets import planning
 
 # Shorter and longer examples take turns, so that the processes have different numbers of parts
 PAIRS = preference_data(24, 3).map(lambda row: {"length": len(str(row))}).sort("length")
@@ -47,14 +47,14 @@ def test_two_processes_follow_padded_trl_in_two_processes():
 
 def main():
     # On the second process fewer tokens fit, so that it alone computes a micro-batch in slices
-    plan, number = of_trainers.make_planner, 20 if int(os.environ["RANK"]) else 400
+    plan, number = planning.make_planner, 20 if int(os.environ["RANK"]) else 400
     memory_planner.LEAST_SLICE = 8  # rows of tiny models are short
 
     def planned(trainer):
         made = plan(trainer)
         return made if made.needs is None else in_tokens(made, number)
 
-    of_trainers.make_planner = planned  # type: ignore[attr-defined]
+    planning.make_planner = planned
     for task, data, options, ours in RUNS:
         options = {**options, "per_device_train_batch_size": 4}
         padded = run(task, "padded", **made(task, task != "reward"), train_dataset=data, **options)

@@ -16,7 +16,7 @@ from trl_paddingfree.budgets.kept_bytes import KeptBytes
 from trl_paddingfree.budgets.needs import MemoryNeeds
 from trl_paddingfree.budgets.planner import MemoryPlanner
 from trl_paddingfree.budgets.trainers import Budgets
-from trl_paddingfree.core.model.architecture import recomputable_layers
+from trl_paddingfree.recomputable import recomputable_layers
 from trl_paddingfree.spans import NO_WINDOW
 
 LAYERS = 3

@@ -17,7 +17,7 @@ from transformers.models.falcon import modeling_falcon
 from transformers.models.gpt_neo import modeling_gpt_neo
 from transformers.models.gptj import modeling_gptj
 
-from trl_paddingfree.core.model import attention
+from trl_paddingfree.core.model import kernels
 
 
 def check_arguments(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
@@ -102,7 +102,7 @@ def torch_varlen_func(
     """The kernel that ships in PyTorch under flash-attn's arguments, for tests on a GPU."""
     assert causal
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return attention.torch_varlen()(q, k, v, *lengths, softmax_scale, window_size[0] + 1 or None)[0]
+    return kernels.torch_varlen()(q, k, v, *lengths, softmax_scale, window_size[0] + 1 or None)[0]
 
 
 def flash_attn_func(q, k, v, **kwargs):
@@ -200,10 +200,10 @@ def varlen_on(device_type="cpu"):
         aten.impl("_flash_attention_forward", _aten_forward, "CPU")
         aten.impl("_flash_attention_backward", _aten_backward, "CPU")
         why_not = lambda device: "" if device.type == device_type else f"{device.type} has no kernel"  # noqa: E731
-        stack.enter_context(mock.patch.object(attention, "why_no_varlen", why_not))
-        stack.callback(attention.torch_varlen.cache_clear)
+        stack.enter_context(mock.patch.object(kernels, "why_no_varlen", why_not))
+        stack.callback(kernels.torch_varlen.cache_clear)
         stack.enter_context(mock.patch.object(varlen, "varlen_attn", watched))
-        attention.torch_varlen.cache_clear()
+        kernels.torch_varlen.cache_clear()
         yield calls
 
 

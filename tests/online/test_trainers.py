@@ -13,6 +13,7 @@ from trl.trainer.utils import add_fused_lm_head
 from tests.core.trainers.test_computed_flat import WITHIN, refused_if_it_computes_no_flat_batch, train
 from tests.helpers.architectures import is_older
 from tests.helpers.flat_and_padded import assert_padding_on_the_left_changes_nothing
+from tests.helpers.refused import build
 from tests.helpers.tiny import FOLLOWING, ROUTED, SEED, WORDS, arguments, following_rotary, make_model, prompts, score
 from tests.runs import PER_MICRO_BATCH, assert_same, compare, make_trainer, run
 from trl_paddingfree import PaddingFreeGRPOTrainer
@@ -236,3 +237,28 @@ def test_a_training_step_that_computes_no_flat_batch_is_an_error(budget):
 
 def test_passes_that_go_around_the_head_may_pad():
     assert train(GoesAroundTheHead, "grpo", padding_free=False).method == "TRL, with padding"
+
+
+@pytest.mark.parametrize("task", ["grpo", "rloo"])
+def test_rewards_that_are_no_numbers_are_named_with_their_function(task):
+    def praise(completions, **kwargs):
+        return ["good"] * len(completions)
+
+    def forgets(completions, **kwargs):
+        praise(completions)
+
+    for function, said in (
+        (praise, "The reward function 'praise' returned 'good' as reward 0: return a number for each completion"),
+        (forgets, "The reward function 'forgets' returned None: return a list of numbers"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            build(task, reward_funcs=function).train()
+    trainer = build(task, reward_funcs=lambda completions, **kwargs: (torch.tensor(1.0) for _ in completions), steps=1)
+    functions = trainer.reward_funcs
+    trainer.train()
+    assert trainer.reward_funcs is functions
+
+
+def test_distillation_without_a_teacher_is_refused():
+    with pytest.raises(ValueError, match="`teacher_model` is missing"):
+        build("distillation", teacher_model=None)

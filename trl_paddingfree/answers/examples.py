@@ -12,7 +12,7 @@ from reprlib import repr as short
 from typing import Any
 
 from ..core.data.lengths import Example
-from ..core.data.messages import message_problem
+from ..messages import message_problem
 
 SCORED = ("completions", "scores")
 LISTED = ("chosen", "rejected")

@@ -21,7 +21,7 @@ from ..core import upstream
 from ..core.flat.batch import FlatBatch, Inputs
 from ..core.model.adapters import why_padded
 from ..core.model.architecture import CACHES, TYPE_ROWS, by_name, decoder_of, takes_images, wants
-from ..core.model.attention import ATTENTION_BACKENDS
+from ..core.model.backends import ATTENTION_BACKENDS
 from ..core.model.flat_model import NOT_TRACED, FlatModel
 from ..core.model.forward import flat_backbone, flat_inputs, layout_arguments
 from ..core.model.restored import attributes_set, mark_of

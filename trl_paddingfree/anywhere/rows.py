@@ -5,11 +5,11 @@ import inspect
 import torch
 
 from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
-from ..core.flat.padded import default_positions, flattened_at, jumps, scores_padding
 from ..core.flat.transfer import Arriving, on_device
 from ..core.model import architecture
 from ..core.model.architecture import CACHES, TYPE_ROWS
 from ..core.model.flat_model import FlatModel
+from ..padded import counts_by_mask, default_positions, flattened_at, jumps, scores_padding
 
 # Arguments of a call that the flat batch replaces
 ROWS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache", *CACHES)
@@ -27,7 +27,7 @@ class PaddedRows:
         self.model = model = flat_model.model
         self.classifies_rows = architecture.classifies_rows(model)
         # Whether positions, if not given, are counted from the first token of a row (as in OPT), not by column
-        self.counts_by_mask = architecture.counts_by_mask(model)
+        self.counts_by_mask = counts_by_mask(model)
         # Token types, which tokenizers return even for models that do not take them
         self.ignored = {*TYPE_ROWS} - inspect.signature(model.base_model.forward).parameters.keys()
         self.follows_longest = bool(architecture.rotary_limits(model.config.get_text_config()))

@@ -16,7 +16,7 @@ from ..core.trainers.base import FlatTrainer
 from ..core.trainers.configs import Arguments
 from ..core.trainers.refusals import is_ours
 from ..core.trainers.runtime import Step, when_flat
-from ..coupling import own_steps
+from ..coupling import may_couple, own_steps
 from .order import StepSampler, by_prefix, by_tokens
 from .prompts import by_prompt
 from .refusals import refuse_to_look_ahead, refuse_to_move
@@ -55,7 +55,7 @@ class Collated(Arranging, collated.Collated):
         super().refuse_options()
         if not self._arranges:
             return
-        coupling = self._may_couple(moves=True)
+        coupling = may_couple(self, moves=True)
         for kind, length in self.flat.rotary_limits().items():
             if self.exceeds(length):
                 coupling.append(f"`rope_type={kind!r}` and rows of more than {length} tokens")
@@ -89,7 +89,7 @@ class Collated(Arranging, collated.Collated):
 
     def _unless_coupled(self, step: Step, is_normalized: bool, inputs: Inputs) -> torch.Tensor:
         """Around a step: callbacks may have changed the loss."""
-        refuse_to_move(self.flat.options, self._may_couple(moves=True))
+        refuse_to_move(self.flat.options, may_couple(self, moves=True))
         return step(inputs)
 
     @when_flat

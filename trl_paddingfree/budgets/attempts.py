@@ -1,6 +1,7 @@
 """On a failed allocation, roll back the pass and retry it in slices of half the size."""
 
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -8,13 +9,21 @@ from accelerate import DistributedType
 from transformers.utils import logging
 
 from ..core.model.forward import is_allocation_failure
-from ..core.model.restored import gradients_dropped
 from .planner import MemoryPlanner
 
 logger = logging.get_logger(__name__)
 
 # Slices of fewer tokens are not halved
 LEAST_HALVED = 16
+
+
+@contextmanager
+def gradients_dropped(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Within this context, gradients of `parameters` are dropped as soon as they are accumulated."""
+    with ExitStack() as hooks:
+        for parameter in parameters:
+            hooks.enter_context(parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)))
+        yield
 
 
 class Attempt:

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..core.flat.batch import FlatBatch
 from ..core.flat.segments import Segments
-from ..core.model.attention import ATTENTION_BACKENDS
+from ..core.model.backends import ATTENTION_BACKENDS
 from ..core.model.routes import Route
 
 # 1; tokens; keys of all segments; query-key pairs whose scores or masks attention keeps; numbers in the pixels of

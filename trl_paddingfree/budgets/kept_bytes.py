@@ -17,12 +17,12 @@ from accelerate.utils import send_to_device
 from transformers import PreTrainedModel
 
 from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
-from ..core.model.architecture import checkpointing_layers, recomputable_layers
 from ..core.model.flat_model import FlatModel
 from ..core.model.forward import is_pooled
 from ..core.model.mixers import mixers
 from ..core.model.restored import attributes_set, buffers_restored, random_state_restored
 from ..core.model.routes import Route
+from ..recomputable import checkpointing_layers, recomputable_layers
 from ..spans import NO_WINDOW
 from .features import KEYS, PAIRS, SCORED, TOKENS, memory_features
 from .keys import keys_noted

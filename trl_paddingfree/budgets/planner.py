@@ -19,10 +19,10 @@ from ..core.device import GIB, PeakMemory
 from ..core.flat.batch import FlatBatch
 from ..core.flat.counts import of_all_processes
 from ..core.flat.schedule import Schedule
-from ..core.model.architecture import recompute_first
 from ..core.model.flat_model import FlatModel
 from ..core.model.hooks import PassHook
 from ..core.trainers.engine import is_sharded
+from ..recomputable import recompute_first
 from ..spans import cut_by_number
 from .features import TOKENS, joined_features, memory_features, slice_features
 from .needs import MemoryNeeds

@@ -12,8 +12,9 @@ import torch
 
 from ..core import upstream
 from ..core.data.lengths import example_tokens, row_lengths
-from ..core.model.architecture import recomputable_layers
 from ..core.trainers.engine import is_sharded, zero_stage
+from ..coupling import may_couple
+from ..recomputable import recomputable_layers
 from .device import budget_bytes
 from .kept_bytes import KeptBytes, count_kept_bytes
 from .needs import MemoryNeeds, fixed_bytes, tensor_bytes
@@ -86,7 +87,7 @@ def make_planner(trainer: Any) -> MemoryPlanner:
 
 def refuse_small_budget(trainer: Any, planner: MemoryPlanner) -> None:
     """Refuse a budget that the most demanding example of a `trainer` with a collator does not fit into."""
-    if not trainer._knows_lengths:
+    if not trainer.knows_lengths:
         return  # lengths are unknown until an example arrives: the planner refuses it then
     lengths, dataset = trainer.item_lengths(), trainer.train_dataset
     tokens = example_tokens(lengths, trainer.flat.trained.route.prefix_sharing)
@@ -103,7 +104,7 @@ def refuse_small_budget(trainer: Any, planner: MemoryPlanner) -> None:
             for i in {*orders[:, -16:].flat}
             for batch in collator([dataset[int(i)]])["rows"].alone(collator)
         ]
-        if trainer._may_couple():  # a micro-batch is not divided into parts: all of it has to fit
+        if may_couple(trainer):  # a micro-batch is not divided into parts: all of it has to fit
             largest = [dataset[int(i)] for i in orders[0, -trainer._train_batch_size :]]
             batches.append((collator(largest)["flat_batch"], "a micro-batch of the largest examples"))
     except Exception:  # one of the user's own may fail on a single example

@@ -29,11 +29,12 @@ from trl.trainer.utils import add_fused_lm_head
 from ..core import upstream
 from ..core.device import GIB
 from ..core.flat.counts import BatchCounts
-from ..core.model.architecture import beyond_varlen, recomputable_layers
+from ..core.model.architecture import beyond_varlen
 from ..core.model.casts import cast_inputs_once
 from ..core.model.flat_model import FlatModel
 from ..core.model.routes import choose_route
 from ..core.spelling import did_you_mean
+from ..recomputable import recomputable_layers
 from .features import CONSTANT, FEATURES, KEYS, SCORED, TOKENS
 from .kept_bytes import count_kept_bytes
 from .needs import HeadBytes, MemoryNeeds

@@ -18,7 +18,6 @@ from accelerate import Accelerator, DistributedType
 from ..core.flat.batch import Inputs
 from ..core.flat.counts import of_all_processes
 from ..core.model.restored import attributes_set
-from ..core.trainers.engine import adds_up_shards
 from ..core.trainers.runtime import Step
 from .attempts import Attempt, halve
 from .planner import MemoryPlanner
@@ -36,6 +35,14 @@ class Part:
     # because other processes compute one; `None` if the micro-batch is not divided
     sizes: dict[str, int] | None = None
     weight: float = 1.0  # the weighted losses of all parts add up to the loss of the micro-batch
+
+
+def adds_up_shards(accelerator: Accelerator) -> bool:
+    """Whether each backward pass reduces and adds up gradient shards: FSDP, except FSDP1 with parameter offload."""
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return False
+    plugin = accelerator.state.fsdp_plugin
+    return plugin.fsdp_version > 1 or not plugin.cpu_offload.offload_params
 
 
 @contextmanager

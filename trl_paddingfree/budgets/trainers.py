@@ -21,6 +21,7 @@ from ..core.trainers.base import FlatTrainer
 from ..core.trainers.configs import Arguments
 from ..core.trainers.engine import is_sharded
 from ..core.trainers.runtime import Step, when_flat
+from ..coupling import may_couple
 from . import planning, refusals
 from .needs import HeadBytes, fused_head
 from .planner import MemoryPlanner
@@ -111,7 +112,7 @@ class Budgets(FlatTrainer):
     # --- a training step --------------------------------------------------------------------------------------------
 
     def begin_training(self, model: torch.nn.Module) -> None:
-        self.flat.prove(self, model)
+        self.prove(model)
         self.plan_memory(model)  # if that had to wait for the weights
         super().begin_training(model)
 
@@ -175,7 +176,7 @@ class Collated(Budgets, collated.Collated):
 
     def refuse_options(self) -> None:
         super().refuse_options()
-        if self.flat.options.has_budget and not self._may_couple():
+        if self.flat.options.has_budget and not may_couple(self):
             refusals.refuse_lost_gradients(self.accelerator, self.args)
 
     @when_flat
@@ -208,7 +209,7 @@ class Collated(Budgets, collated.Collated):
             refusals.refuse_lost_rows()
         assert self.planner is not None
         parts, is_alone = [Part(inputs)], self.accelerator.num_processes == 1
-        if not (is_alone and self.planner.is_whole(inputs["flat_batch"])) and not self._may_couple():
+        if not (is_alone and self.planner.is_whole(inputs["flat_batch"])) and not may_couple(self):
             parts = self._weighted_parts(inputs, is_normalized)
         return [replace(part, inputs={n: x for n, x in part.inputs.items() if n != "rows"}) for part in parts]
 

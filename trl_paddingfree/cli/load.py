@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..core.hub import refuse_unreachable_data
+from ..hub import refuse_unreachable_data
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from functools import partial
 
 from ..capabilities import module_of, needed
-from ..core.hub import refuse_unreachable
 from ..core.versions import naming_versions
+from ..hub import refuse_unreachable
 from .load import NAME_THE_DATA, refuse_missing
 from .options import LOADING, NO, OK, answer_at_once, make_parser, refuse, spelled
 
@@ -78,9 +78,8 @@ def inspect(args: argparse.Namespace) -> int:
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
     from ..core.data.lengths import has_images
-    from ..core.data.task import task_of
     from ..core.trainers.configs import silence
-    from ..registry import TASKS
+    from ..registry import TASKS, task_of
     from .load import load_rows
     from .quickstart.charts import drawn, plot_waste
     from .savings import measure
@@ -182,7 +181,7 @@ def check(args: argparse.Namespace) -> int:
 
 def env(args: argparse.Namespace) -> int:
     """`trl-paddingfree env`."""
-    from ..core.check.machine import hardware, software
+    from ..machine import hardware, software
 
     if args.json:
         print_json(software() | hardware())

@@ -10,11 +10,11 @@ from trl.trainer.utils import add_fused_lm_head, create_model_from_path
 
 from ..core import upstream
 from ..core.check.gradients import RowsInTraining
-from ..core.check.machine import flash_implementations
 from ..core.check.probe import RowsAlone
 from ..core.check.prove import CheckResult, Tell, UnprovenModelError, check_flat, prove
-from ..core.model.attention import BACKENDS
+from ..core.model.backends import BACKENDS
 from ..core.model.routes import choose_route, routes_to_try
+from ..machine import flash_implementations
 
 # By backend, fastest first: what the check found with and without shared prefixes, or why it cannot run
 Backends = dict[str, tuple[list[CheckResult], str]]

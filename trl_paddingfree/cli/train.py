@@ -28,11 +28,11 @@ from trl.scripts.rloo import RLOOScriptArguments
 
 from ..capabilities import module_of
 from ..core.device import has_accelerator
-from ..core.hub import refuse_unreachable, refuse_unreachable_data
 from ..core.trainers.base import FlatTrainer
-from ..core.trainers.configs import PaddingFreeOptions, PaddingFreeSFTConfig, silence
+from ..core.trainers.configs import PaddingFreeOptions, silence
 from ..core.trainers.options import option
-from ..core.trainers.values import DOCUMENTED, documented_words
+from ..core.trainers.sft import PaddingFreeSFTConfig
+from ..hub import refuse_unreachable, refuse_unreachable_data
 from ..registry import TRAINERS
 from .load import load_data
 from .options import LOADING, TRACEBACK, OneLineParser, answer_at_once, refuse
@@ -121,15 +121,13 @@ class ScriptParser(OneLineParser, TrlParser):
     ours: Any = None  # an argument group, whose class is private
 
     def __init__(self, dataclass_types: Sequence[Any], **options: Any):
-        self.words = {
-            name: [word for config in dataclass_types for word in documented_words(config, name)] for name in DOCUMENTED
-        }
+        values = module_of("argument_checks", "values")
+        self.words = {} if values is None else values.words_of(dataclass_types)
         super().__init__(dataclass_types, **options)
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
         name = options.get("dest") or names[0].removeprefix("--")
-        # TRL would only check it when it computes the loss. `scale_rewards` may also be a truth value
-        if name in DOCUMENTED and name != "scale_rewards" and "choices" not in options:
+        if name in self.words and "choices" not in options:  # TRL would only check it when it computes the loss
             options |= {"choices": self.words[name] or None, "metavar": name.upper()}
         if name not in _OURS:
             return super().add_argument(*names, **options)

@@ -8,7 +8,7 @@ from transformers.utils import logging
 from trl import maybe_convert_to_chatml
 
 from ..core.data.lengths import AnyDataset, column_names, has_known_lengths
-from ..core.data.messages import message_problem
+from ..messages import message_problem
 
 logger = logging.get_logger(__name__)
 

@@ -18,11 +18,11 @@ from transformers.utils import logging
 from ..core import upstream
 from ..core.check.again import Variation
 from ..core.flat.batch import FlatBatch
-from ..core.model.architecture import recomputable_layers
-from ..core.model.attention import ATTENTION_BACKENDS
+from ..core.model.backends import ATTENTION_BACKENDS
 from ..core.model.flat_model import ATTRIBUTE, FlatModel
 from ..core.model.hooks import PassHook
 from ..core.model.told import FlatMask
+from ..recomputable import recomputable_layers
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -11,8 +11,8 @@ from datasets import LargeList, List, Value
 from pyarrow import types
 
 from ..core.data.lengths import AnyDataset, Example, has_known_lengths, tables_of
-from ..core.data.messages import message_problem
 from ..core.data.task import Task
+from ..messages import message_problem
 
 FIX = "Correct the row, or leave it out with `dataset.filter`."
 _LABELS = "`True` or `False`"

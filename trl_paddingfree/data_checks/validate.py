@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..core.data.lengths import AnyDataset, Example, column_names, has_known_lengths, tables_of, token_lengths
-from ..core.data.messages import has_other_content, message_problem
 from ..core.data.task import RAW_COLUMNS, Task
 from ..core.flat.batch import IGNORE_INDEX
 from ..core.spelling import did_you_mean
+from ..messages import has_other_content, message_problem
 from .columns import FIX
 
 logger = logging.get_logger(__name__)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedModel
 
 from ..core.model import architecture
-from ..core.model.attention import ATTENTION_BACKENDS
+from ..core.model.backends import ATTENTION_BACKENDS
 from ..core.model.flat_model import FlatModel
 from ..core.model.mixers import mixers
 from ..core.model.routes import Route

@@ -27,7 +27,7 @@ class Groups(FlatTrainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         if self._group_size > 1:
-            self.flat.peers = self._group = form_group(self.accelerator, self._group_size)
+            self._group = form_group(self.accelerator, self._group_size)
 
     def make_check(self) -> StartUpCheck:
         if self._group is None:

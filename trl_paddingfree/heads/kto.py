@@ -1,5 +1,7 @@
 """KTO without padding."""
 
+from dataclasses import dataclass
+
 import numpy as np
 from trl import KTOConfig, KTOTrainer
 
@@ -8,7 +10,7 @@ from ..core.data.collate import UnpairedPreferenceCollator
 from ..core.data.task import Task
 from ..core.flat.batch import Inputs
 from ..core.trainers.composed import CollatedTrainer
-from ..core.trainers.configs import Arguments, PaddingFreeKTOConfig
+from ..core.trainers.configs import Arguments, PaddingFreeOptions
 from ..core.trainers.runtime import when_flat
 
 KTO = Task(
@@ -21,6 +23,11 @@ KTO = Task(
     collator=UnpairedPreferenceCollator,
     prepare=upstream.preparation(KTOTrainer, KTOConfig, calculate_KL=False),
 )
+
+
+@dataclass
+class PaddingFreeKTOConfig(PaddingFreeOptions, KTOConfig):
+    """TRL's [`~trl.KTOConfig`] with the [`PaddingFreeOptions`]."""
 
 
 class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
@@ -83,7 +90,7 @@ class PaddingFreeKTOTrainer(CollatedTrainer, KTOTrainer):
 
     @when_flat
     def compute_ref_log_probs(self, model, inputs):
-        self.flat.prove(self, model)
+        self.prove(model)
         if "flat_batch" not in inputs:  # from a data loader of the user's
             return super().compute_ref_log_probs(model, inputs)
         # Here, TRL calls the model without a `flat_batch`, on the matched rows and then on the mismatched ones

@@ -1,16 +1,20 @@
 """Reward models without padding."""
 
+from dataclasses import dataclass
+
 import numpy as np
+from datasets import Dataset
 from peft import PeftConfig, TaskType
 from trl import RewardConfig, RewardTrainer
 
 from ..core import upstream
 from ..core.data.collate import RewardCollator
-from ..core.data.lengths import pair_lengths
+from ..core.data.lengths import tables_of
 from ..core.data.task import Task
 from ..core.flat.batch import Inputs
+from ..core.flat.segments import common_prefix
 from ..core.trainers.composed import CollatedTrainer
-from ..core.trainers.configs import Arguments, PaddingFreeRewardConfig
+from ..core.trainers.configs import Arguments, PaddingFreeOptions
 
 REWARD = Task(
     name="reward",
@@ -21,6 +25,22 @@ REWARD = Task(
     collator=RewardCollator,
     prepare=upstream.preparation(RewardTrainer, RewardConfig),
 )
+
+
+def pair_lengths(dataset: Dataset, chosen: str, rejected: str) -> np.ndarray:
+    """`(examples, 3)` int64: for each pair, tokens of the common prefix and of the rest of each sequence."""
+    rows = []
+    for table in tables_of(dataset, chosen, rejected, rows=1_000):
+        for lists in zip(table[chosen], table[rejected], strict=True):
+            a, b = (ids.values.to_numpy() for ids in lists)
+            shared = common_prefix(a, b)
+            rows.append((shared, len(a) - shared, len(b) - shared))
+    return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+
+@dataclass
+class PaddingFreeRewardConfig(PaddingFreeOptions, RewardConfig):
+    """TRL's [`~trl.RewardConfig`] with the [`PaddingFreeOptions`]."""
 
 
 class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):

@@ -18,7 +18,7 @@ from ..core.data.collate import (
     UnpairedPreferenceCollator,
 )
 from ..core.data.lengths import Example
-from ..core.data.rows import CollatedRows, Make, PromptGroups
+from ..core.data.rows import CollatedRows, Make
 from ..core.data.task import Task
 from ..core.flat.batch import FlatBatch, Inputs
 from ..core.model.architecture import TYPE_ROWS
@@ -62,16 +62,9 @@ class FlatVisionCollator(FlatCollator):
     """What the collators of this module add to TRL's: with `padding_free`, rows come with a `"flat_batch"`."""
 
     padded_by: ClassVar[tuple[str, ...]] = ()
+    takes_subclasses: ClassVar[bool] = False  # which may process images in a way of their own
     rules: VisionRules | None = None  # how the model reads images; needed if `padding_free`
     is_tried: bool = True  # whether the start-up check has tried images
-
-    @classmethod
-    def flattens(cls, other: object) -> bool:
-        return type(other) in cls.__bases__  # a subclass may process images in a way of its own
-
-    @classmethod
-    def trl_collators(cls) -> tuple[type, ...]:
-        return ()
 
     def rows(self, examples: list[Example]) -> Inputs:
         """TRL's rows, with each image once."""
@@ -143,13 +136,13 @@ _WITH_IMAGES: dict[type, type[FlatVisionCollator]] = {
     PreferenceCollator: VisionPreferenceCollator,
     LanguageModelingCollator: VisionLanguageModelingCollator,
     UnpairedPreferenceCollator: VisionUnpairedCollator,
-    PromptGroups: VisionLanguageModelingCollator,
 }
 
 
 def vision_collator(task: Task) -> Any:
     """The class of a task's collator for data with images; `None` if the task takes none."""
-    return task.vision_collator or _WITH_IMAGES.get(task.collator)
+    generated = None if issubclass(task.collator, FlatCollator) else VisionLanguageModelingCollator
+    return task.vision_collator or _WITH_IMAGES.get(task.collator, generated)
 
 
 @dataclass(frozen=True)

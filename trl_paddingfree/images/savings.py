@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from datasets.fingerprint import Hasher
 
-from ..core.data.rows import PromptGroups
+from ..core.data.collate import FlatCollator
 from ..core.data.task import Task
 from ..core.flat.batch import IGNORE_INDEX, FlatBatch
 from ..core.flat.counts import Counted
@@ -22,7 +22,8 @@ def image_counts(
     """Count examples with images, prepared by the model's `processor`, with `token_id` as the placeholder."""
     only_completion = {"completion_only_loss": "completion" in dataset.column_names} if task.name == "sft" else {}
     collator = vision_collator(task)(processor, padding_free=True, **only_completion)
-    groups: Any = task.make_collator(**options) if issubclass(task.collator, PromptGroups) else None
+    # Of tasks that generate, the collator makes stand-ins for completions
+    groups: Any = None if issubclass(task.collator, FlatCollator) else task.make_collator(**options)
     lengths, prepared = [], []
     numbers: dict = {}  # by the hash of images
     for example in dataset:

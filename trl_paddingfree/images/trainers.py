@@ -37,9 +37,6 @@ class Images(FlatTrainer):
         if vision_collator(self.task) is None:
             super().refuse_images(arguments)
 
-    def collator_of(self, with_images: bool) -> type:
-        return (vision_collator(self.task) if with_images else None) or super().collator_of(with_images)
-
     def image_rules(self) -> VisionRules:
         """How the models treat images, which flat batches have to follow."""
         return rules_of_all([self.flat_base(model) for model in self.flat_models()])
@@ -81,6 +78,9 @@ class Images(FlatTrainer):
 
 class Collated(Images, collated.Collated):
     """For trainers with a collator."""
+
+    def collator_of(self, with_images: bool) -> type[FlatCollator]:
+        return (vision_collator(self.task) if with_images else None) or super().collator_of(with_images)
 
     def _flat_collator(self) -> FlatCollator:
         collator = super()._flat_collator()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..core import upstream
-from ..core.data.rows import Make, PromptGroups, generated_on_host
+from ..core.data.rows import Make
 from ..core.data.task import Task
 from ..core.flat.batch import FlatBatch, Inputs
 from ..core.flat.counts import BatchCounts
@@ -16,6 +16,7 @@ from ..core.model.restored import attributes_set
 from ..core.trainers.base import FlatTrainer
 from ..core.trainers.runtime import when_flat
 from .rewards import checked
+from .rows import PromptGroups, generated_on_host
 
 # What tasks that generate share. Each adds its name; GRPO, the first, also the columns by which data is recognized
 PROMPTS = Task(
@@ -104,7 +105,7 @@ class Online(FlatTrainer):
 
     @when_flat
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        self.flat.prove(self, model)
+        self.prove(model)
         if (flat_model := FlatModel.of(model)) is None:
             raise self.forward_replaced(model)
         with flat_model.flattening(self.flattener(kwargs)):

@@ -7,8 +7,10 @@ from .base import Online
 
 if TYPE_CHECKING:  # the same bases, for editors and type checkers
     from ..answers.trainers import Online as AnswersOnline
+    from ..argument_checks.trainers import Online as ArgumentsOnline
     from ..arranging.trainers import Online as ArrangingOnline
     from ..budgets.trainers import Online as BudgetsOnline
+    from ..compiled.trainers import Online as CompiledOnline
     from ..data_checks.trainers import Online as CheckedOnline
     from ..groups.trainers import Online as GroupsOnline
     from ..images.trainers import Online as ImagesOnline
@@ -20,10 +22,12 @@ if TYPE_CHECKING:  # the same bases, for editors and type checkers
         ResumingOnline,
         RememberingOnline,
         AnswersOnline,
+        ArgumentsOnline,
         CheckedOnline,
         ProofOnline,
         ImagesOnline,
         GroupsOnline,
+        CompiledOnline,
         BudgetsOnline,
         ArrangingOnline,
         Online,

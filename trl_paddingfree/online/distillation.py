@@ -1,7 +1,7 @@
 """Distillation without padding."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +14,7 @@ from ..core import upstream
 from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..core.model.architecture import TYPE_ROWS
 from ..core.model.flat_model import FlatModel
-from ..core.trainers.configs import Arguments, PaddingFreeDistillationConfig
+from ..core.trainers.configs import Arguments, PaddingFreeOptions
 from ..core.trainers.runtime import when_flat
 from .base import PROMPTS
 from .composed import OnlineTrainer
@@ -47,6 +47,11 @@ class _Rows(NamedTuple):
     batch: FlatBatch
     others: Inputs  # what models get beside
     types: Inputs  # of tokens, (R, L), which padded calls take, too
+
+
+@dataclass
+class PaddingFreeDistillationConfig(PaddingFreeOptions, DistillationConfig):
+    """TRL's [`~trl.DistillationConfig`] with the [`PaddingFreeOptions`]."""
 
 
 class PaddingFreeDistillationTrainer(OnlineTrainer, DistillationTrainer):

@@ -1,15 +1,20 @@
 """GRPO without padding."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
-from ..core.trainers.configs import Arguments, PaddingFreeGRPOConfig
+from ..core.trainers.configs import Arguments, PaddingFreeOptions
 from .base import PROMPTS
 from .composed import OnlineTrainer
 
 logger = logging.get_logger(__name__)
+
+
+@dataclass
+class PaddingFreeGRPOConfig(PaddingFreeOptions, GRPOConfig):
+    """TRL's [`~trl.GRPOConfig`] with the [`PaddingFreeOptions`]."""
 
 
 class PaddingFreeGRPOTrainer(OnlineTrainer, GRPOTrainer):

@@ -1,12 +1,17 @@
 """RLOO without padding."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from trl import RLOOConfig, RLOOTrainer
 
-from ..core.trainers.configs import PaddingFreeRLOOConfig
+from ..core.trainers.configs import PaddingFreeOptions
 from .base import PROMPTS
 from .composed import OnlineTrainer
+
+
+@dataclass
+class PaddingFreeRLOOConfig(PaddingFreeOptions, RLOOConfig):
+    """TRL's [`~trl.RLOOConfig`] with the [`PaddingFreeOptions`]."""
 
 
 class PaddingFreeRLOOTrainer(OnlineTrainer, RLOOTrainer):
@@ -21,7 +26,7 @@ class PaddingFreeRLOOTrainer(OnlineTrainer, RLOOTrainer):
     >>> from tempfile import mkdtemp
     >>> from datasets import Dataset
     >>> from peft import LoraConfig
-    >>> from trl_paddingfree import PaddingFreeRLOOConfig, PaddingFreeRLOOTrainer
+    >>> from trl_paddingfree import PaddingFreeOptions, PaddingFreeRLOOTrainer
     >>> from trl_paddingfree.cli.quickstart.model import make_model, make_tokenizer
     >>> tokenizer = make_tokenizer(["one two three eleven"])
     >>> args = PaddingFreeRLOOConfig(mkdtemp(), max_completion_length=4, use_cpu=True, bf16=False, report_to="none")

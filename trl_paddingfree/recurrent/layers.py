@@ -24,7 +24,7 @@ from ..core.flat.batch import Inputs
 from ..core.flat.layout import FlatLayout, Gather, once_per_layout
 from ..core.flat.segments import Segments
 from ..core.model.architecture import CACHES, config_value, decoder_of
-from ..core.model.attention import BOUNDARIES, boundaries, causal_mask
+from ..core.model.attention import BOUNDARIES, boundaries, shared_mask
 from ..core.model.restored import attributes_set, mark_of
 from ..core.model.told import FlatMask, PassContext
 from . import kernels
@@ -244,7 +244,9 @@ def _on_rows(layer: torch.nn.Module, state: StateForward, mask: FlatMask, args: 
         if vars(layer).get("is_causal"):  # attention that sees rows needs a mask of these
             states = next(filter(torch.is_tensor, (*group_args, *group_kwargs.values())))
             window = vars(layer).get("sliding_window")
-            group_kwargs["attention_mask"] = causal_mask(layout, n, longest, window, states.dtype)
+            # Expanded, because DeepSeek V4 concatenates it with a mask of compressed keys that differs from row to row
+            mask_of_rows = shared_mask(layout, ((0, longest),), window, states.dtype)
+            group_kwargs["attention_mask"] = mask_of_rows.expand(n, 1, longest, longest)
         outputs.append(state.forward(*group_args, **group_kwargs, **row_boundaries))
     # RWKV's blocks pass the state of their first layer to the second, which must find the layout there
     return _join(outputs, rows, mask if kwargs.get("state") is mask else None)

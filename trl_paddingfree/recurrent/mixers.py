@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..core.flat.batch import Inputs
-from ..core.model.attention import BackendName
+from ..core.model.backends import BackendName
 from ..core.model.mixers import Mixers, Way
 from ..core.model.told import NOT_ATTENTION, FlatMask, PassContext, masks_by_kind
 from . import layers

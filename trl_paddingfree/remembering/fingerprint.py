@@ -24,9 +24,9 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from ..core import upstream
-from ..core.check.machine import accelerators, package_versions
 from ..core.model.flat_model import ATTRIBUTE, FlatModel
 from ..core.model.restored import local_part
+from ..machine import accelerators, package_versions
 
 _PACKAGE = Path(__file__).parents[1]
 # Packages whose version is in the key: of their objects, what cannot be told by value is told by its type

@@ -17,7 +17,7 @@ from transformers.utils import logging
 from ..core.check.comparison import Tried, Verdict
 from ..core.check.prove import CheckResult
 from ..core.check.verdicts import Record
-from ..core.model.attention import BACKENDS
+from ..core.model.backends import BACKENDS
 from ..core.model.routes import Route
 from .fingerprint import fingerprint
 

@@ -13,7 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..core.model.restored import attributes_set
-from ..core.trainers.given_models import why_unreadable
+from ..hub import why_unreadable
 
 logger = logging.get_logger(__name__)
 

@@ -20,11 +20,12 @@ from transformers.modeling_outputs import BaseModelOutput
 from ..core.flat.batch import FlatBatch, Inputs
 from ..core.flat.layout import Attended, FlatLayout
 from ..core.flat.segments import Ints, something_to_compute
-from ..core.model.architecture import by_name, checkpointing_layers, decoder_of, rotary_reach
+from ..core.model.architecture import by_name, decoder_of, rotary_reach
 from ..core.model.flat_model import FlatModel
 from ..core.model.forward import NOISE
 from ..core.model.restored import Change, attributes_set
 from ..core.model.told import Around, FlatMask, Scan, Weights
+from ..recomputable import checkpointing_layers
 from ..spans import NO_WINDOW, What, handed_on
 from .axis import Slice, slices_of
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from ..core.flat.batch import FlatBatch
 from ..core.flat.schedule import Schedule
 from ..core.model.architecture import rotary_limits
-from ..core.model.attention import ATTENTION_BACKENDS
+from ..core.model.backends import ATTENTION_BACKENDS
 from ..core.model.flat_model import FlatModel
 from ..core.model.hooks import PassHook
 from ..core.model.restored import Change

@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
@@ -21,30 +19,12 @@ from trl_paddingfree.core.model.flat_model import FlatModel
 from trl_paddingfree.core.model.routes import choose_route
 
 from ..environment import machine_name
+from ..launches import Launches
 from ..report import table
 
 MODEL, LAYERS = "smollm2-135m", (1, 4)  # what the second number has more than the first is that of layers
 CAST_TWICE, CAST_ONCE = "PEFT's: float32 and back", "ours: cast once"
 ROWS, LENGTH, ROUNDS = 4, 256, 15
-
-
-class Launches(TorchDispatchMode):
-    """Operations that compute or copy something (neither views nor memory without content), and the bytes they move."""
-
-    def __init__(self):
-        super().__init__()
-        self.names: list[str] = []
-        self.moved: list[int] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        is_view = any(value.alias_info and not value.alias_info.is_write for value in function._schema.returns)
-        name = function.name().split("::")[1].split(".")[0]
-        output = function(*args, **(kwargs or {}))
-        if not is_view and name not in ("empty", "empty_like", "_unsafe_view"):
-            self.names.append(name)
-            tensors = {id(x): x.nbytes for x in tree_leaves((args, kwargs, output)) if isinstance(x, torch.Tensor)}
-            self.moved.append(sum(tensors.values()))
-        return output
 
 
 class Way:

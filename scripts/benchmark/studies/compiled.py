@@ -9,11 +9,12 @@ from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedu
 from trl_paddingfree.budgets.predict import kept_by_kernels
 from trl_paddingfree.budgets.saved_bytes import SavedBytes
 from trl_paddingfree.compiled.layers import compile_layers
-from trl_paddingfree.core.model.architecture import recomputable_layers
 from trl_paddingfree.core.model.restored import attributes_set
+from trl_paddingfree.recomputable import recomputable_layers
 
+from ..launches import Launches
 from ..report import table
-from .casts import Launches, Way
+from .casts import Way
 
 MODEL, TOKENS, WORDS = "llama-3-8b", 2048, 512  # embeddings and head are left out
 # What takes as long in both ways

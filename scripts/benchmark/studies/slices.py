@@ -22,9 +22,9 @@ from trl_paddingfree.budgets.needs import MemoryNeeds, fused_head
 from trl_paddingfree.budgets.predict import decoder, features_of, kept_by_kernels, model_config, training_needs
 from trl_paddingfree.core.device import GIB
 from trl_paddingfree.core.flat.schedule import Schedule
-from trl_paddingfree.core.model.architecture import recomputable_layers, recompute_first
 from trl_paddingfree.core.model.flat_model import FlatModel
 from trl_paddingfree.core.model.routes import Route, choose_route
+from trl_paddingfree.recomputable import recomputable_layers, recompute_first
 from trl_paddingfree.slices.axis import cut_by_size, kept_keys
 from trl_paddingfree.slices.passes import scheduled
 

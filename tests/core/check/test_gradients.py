@@ -22,7 +22,7 @@ from trl_paddingfree.core.check.probe import rounding_unit
 from trl_paddingfree.core.check.prove import UnprovenModelError, check_flat, prove
 from trl_paddingfree.core.check.training import as_in_training, moved_off_zero
 from trl_paddingfree.core.flat.batch import FlatBatch
-from trl_paddingfree.core.model import attention
+from trl_paddingfree.core.model import attention, backends
 from trl_paddingfree.core.model.routes import choose_route
 from trl_paddingfree.core.model.told import FlatMask
 
@@ -81,7 +81,7 @@ def forgetful(tokens):
                     far = torch.full((segments.lengths[i], start + segments.lengths[i]), True).tril(start)
                     far[:, :tokens] = False
                     vars(layout).setdefault("_derived", {})[
-                        "_segment_mask", ((start, segments.lengths[i]),), None, None, None
+                        "segment_mask", ((start, segments.lengths[i]),), None, None, None
                     ] = far[None, None]
         return attention.segment_attention(layout, *args, **kwargs)
 
@@ -92,7 +92,7 @@ def forgetful(tokens):
 @pytest.mark.parametrize("layers", [1, 2])
 def test_a_row_that_forgets_the_start_of_its_prefix_is_named(layers, dtype, monkeypatch):
     model = make(dtype=dtype, num_hidden_layers=layers)
-    monkeypatch.setitem(attention.ATTENTION, "segment", forgetful(40))
+    monkeypatch.setitem(backends.ATTENTION, "segment", forgetful(40))
     result = check_flat(model, SEGMENT, in_training=lambda: RowsInTraining(model))
     # Several layers see what the others of the prefix know of its start. Which row is named is a matter of the weights
     continuing = "".join(map(str, probe.CONTINUED))
@@ -110,7 +110,7 @@ def test_long_rows_of_a_model_that_does_not_train_are_compared_without_gradients
     assert result.passed
     assert re.search("answers on (long rows|a flat row of more than 512 tokens) ", str(result))
     assert not result.not_compared
-    monkeypatch.setitem(attention.ATTENTION, "segment", forgetful(40))
+    monkeypatch.setitem(backends.ATTENTION, "segment", forgetful(40))
     result = check_flat(model, SEGMENT, in_training=frozen)
     assert re.match("answers on long rows are wrong by", result.gradients.reason)
     assert not result.passed
@@ -124,7 +124,7 @@ def test_wrong_numbers_are_caught_where_the_right_tokens_carry_gradient(monkeypa
         return attention.segment_attention(layout, previous, module, query, *states, **kwargs)
 
     model = make(max_position_embeddings=8192)
-    monkeypatch.setitem(attention.ATTENTION, "segment", scaled)
+    monkeypatch.setitem(backends.ATTENTION, "segment", scaled)
     result = check_flat(model, SEGMENT, in_training=lambda: RowsInTraining(model))
     assert not result.gradients.failure
     assert result.gradients.error > result.gradients.tolerance

@@ -10,7 +10,7 @@ from tests.helpers.folders import STATES
 from tests.helpers.tiny import SEED, make_model
 from trl_paddingfree.core.check import training
 from trl_paddingfree.core.check.prove import UnprovenModelError, prove
-from trl_paddingfree.core.model import attention
+from trl_paddingfree.core.model import backends
 from trl_paddingfree.core.model.routes import choose_route
 
 KINDS = {
@@ -142,7 +142,7 @@ def wrong_segments(is_wrong):
     """Attention whose queries are 5 % too large where that holds for the segments."""
 
     def plant(model, monkeypatch):
-        attend = attention.ATTENTION["segment"]
+        attend = backends.ATTENTION["segment"]
 
         def scaled(layout, previous, module, query, *others, **kwargs):
             query = query.clone()
@@ -151,7 +151,7 @@ def wrong_segments(is_wrong):
                     query[:, :, first:last] *= 1.05
             return attend(layout, previous, module, query, *others, **kwargs)
 
-        monkeypatch.setitem(attention.ATTENTION, "segment", scaled)
+        monkeypatch.setitem(backends.ATTENTION, "segment", scaled)
 
     return plant
 

@@ -26,7 +26,7 @@ from trl_paddingfree.core.check.gradients import RowsInTraining, check_gradients
 from trl_paddingfree.core.check.probe import LEAK_FRACTION, RowsAlone
 from trl_paddingfree.core.check.prove import UnprovenModelError, check_flat, prove
 from trl_paddingfree.core.flat.batch import FlatBatch
-from trl_paddingfree.core.model import attention, flat_model, forward, told
+from trl_paddingfree.core.model import attention, backends, flat_model, forward, told
 from trl_paddingfree.core.model.flat_model import FlatModel
 from trl_paddingfree.core.model.mixers import Mixers
 from trl_paddingfree.core.model.routes import Route, choose_route
@@ -236,7 +236,7 @@ def one_token_off(by):
 def test_one_token_of_context_too_many_or_too_few_is_caught_in_32_layers(by, dtype, monkeypatch):
     model = deep(dtype)
     assert check_flat(model, SEGMENT.without_sharing()).passed
-    monkeypatch.setitem(attention.ATTENTION, "segment", one_token_off(by))
+    monkeypatch.setitem(backends.ATTENTION, "segment", one_token_off(by))
     result = check_flat(model, SEGMENT.without_sharing())
     assert not result.passed
     if by == 1:
@@ -255,7 +255,7 @@ def test_a_process_on_which_a_model_raises_asks_the_others_as_often_as_one_on_wh
         raise RuntimeError("a kernel that this device has not")
 
     for attend in (attention.segment_attention, fail):
-        monkeypatch.setitem(attention.ATTENTION, "segment", attend)
+        monkeypatch.setitem(backends.ATTENTION, "segment", attend)
         asked.append([])
         with pytest.raises(UnprovenModelError):
             prove(model, SEGMENT, fallback=False, agree=agree)

@@ -6,7 +6,8 @@ import torch
 
 from tests.helpers.tiny import SEED, SHARING
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.core.flat.batch import IGNORE_INDEX, row_starts
+from trl_paddingfree.core.flat.batch import IGNORE_INDEX
+from trl_paddingfree.padded import row_starts
 
 
 def padded(rng, num_rows, width, prompt):

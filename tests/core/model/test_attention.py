@@ -22,9 +22,10 @@ from tests.helpers.reference_flash import (
     varlen_on,
 )
 from tests.helpers.tiny import SEED, SHARING
-from trl_paddingfree.core.flat.layout import FlatLayout
+from trl_paddingfree.core.flat.layout import FlatLayout, Gather
 from trl_paddingfree.core.flat.segments import Segments, share_prefixes
-from trl_paddingfree.core.model.attention import ATTENTION, Gather, takes_varlen, torch_varlen
+from trl_paddingfree.core.model.backends import ATTENTION
+from trl_paddingfree.core.model.kernels import takes_varlen, torch_varlen
 from trl_paddingfree.core.model.told import FlatMask, register_attention
 
 # float64 against float32 scores of the stand-in kernel: rounding of sums over at most 30 keys of order one

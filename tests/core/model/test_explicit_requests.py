@@ -12,7 +12,7 @@ from tests.helpers.reference_flash import flash_attn_varlen_func, reference_flas
 from tests.helpers.tiny import make_model
 from trl_paddingfree.core import upstream
 from trl_paddingfree.core.check.prove import check_flat
-from trl_paddingfree.core.model import architecture, attention
+from trl_paddingfree.core.model import architecture, kernels
 from trl_paddingfree.core.model.routes import choose_route
 
 CUDA = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
@@ -71,16 +71,16 @@ def test_a_gpu_without_flash_attention_is_told_what_serves_and_what_it_costs(mon
     model, capability = make_model(), (7, 5)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    attention.why_no_varlen.cache_clear()
+    kernels.why_no_varlen.cache_clear()
     reason = r"the GPU has compute capability 7.5, the kernel needs 8.0 \(Ampere\) or more"
     assert choose_route(model, **CUDA).backend == "segment"
     assert re.search(rf"trains by «segment: .*», because .*: {reason}. That is exact, but .* slower", caplog.text)
     with pytest.raises(ValueError, match=reason):
         choose_route(model, "varlen", **CUDA)
     capability = (8, 0)
-    attention.why_no_varlen.cache_clear()
+    kernels.why_no_varlen.cache_clear()
     assert choose_route(model, **CUDA).backend == "varlen"
-    attention.why_no_varlen.cache_clear()
+    kernels.why_no_varlen.cache_clear()
 
 
 def flash_attention_4(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from scripts.benchmark.studies.casts import Launches
+from scripts.benchmark.launches import Launches
 from tests.helpers.architectures import tiny_model
 from tests.helpers.flat_and_padded import padded_rows
 from tests.helpers.reference_flash import varlen_on

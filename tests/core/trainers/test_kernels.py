@@ -13,7 +13,7 @@ from tests.helpers.launching import finished
 from tests.helpers.reference_flash import half_flash_func, reference_flash, varlen_on
 from tests.helpers.tiny import SEED, arguments, make_model, preference_data, prompts, unpaired
 from tests.runs import LAYOUTS, assert_as_close, run
-from trl_paddingfree.core.trainers import runtime
+from trl_paddingfree.core.trainers import starting
 
 DATA = {
     "dpo": preference_data,
@@ -78,7 +78,7 @@ def test_adapters_cast_their_inputs_once_and_train_the_same_bit_for_bit(monkeypa
     once, casts = with_adapters()
     assert casts == {False}
     assert with_adapters(padding_free=False, steps=1)[1] == {True}
-    monkeypatch.setattr(runtime, "cast_inputs_once", lambda *args: None)
+    monkeypatch.setattr(starting, "cast_inputs_once", lambda *args: None)
     twice, _ = with_adapters()
     assert once.losses == twice.losses
     assert all(torch.equal(weight, twice.weights[name]) for name, weight in once.weights.items())

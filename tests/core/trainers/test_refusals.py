@@ -1,25 +1,21 @@
 """Bad input stops before anything is computed and says what to change, or is counted and said."""
 
 import copy
-import inspect
-import re
-import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 import peft
 import pytest
 import torch
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import AcceleratorState
 from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel, TrainingArguments
+from transformers import TrainingArguments
 from trl import DPOConfig, SFTConfig
 
 from tests.helpers.architectures import is_older, tiny_model
-from tests.helpers.tiny import DATA, arguments, make_model, make_tokenizer, preference_data, reward_model, saved
+from tests.helpers.refused import build, without
+from tests.helpers.tiny import DATA, arguments, make_model, preference_data, reward_model
 from tests.runs import compare, make_trainer
 from trl_paddingfree import (
     LanguageModelingCollator,
@@ -27,23 +23,8 @@ from trl_paddingfree import (
     PreferenceCollator,
     RewardCollator,
 )
-from trl_paddingfree.core.trainers.given_models import refuse_unusable
-from trl_paddingfree.core.trainers.values import DOCUMENTED, documented_words
-from trl_paddingfree.registry import TRAINERS
 
 SEED = 7793
-
-
-def build(task="dpo", **given):
-    """A trainer of ours, by default of adapters."""
-    return make_trainer(task, "ours", **{**arguments(task), **given})
-
-
-def without(*tokens):
-    tokenizer = make_tokenizer()
-    for token in tokens:
-        setattr(tokenizer, token, None)
-    return tokenizer
 
 
 def user(text):
@@ -85,16 +66,6 @@ REFUSED = {
         "must be a `Dataset` or `IterableDataset`, got `dict`",
     ),
     "transformers' configuration": ("sft", {"config_class": TrainingArguments}, "`args` is a TrainingArguments"),
-    "arranging what a transform makes": (
-        "sft",
-        {
-            "train_dataset": Dataset.from_dict({"n": [1, 2]}).with_transform(lambda rows: {"input_ids": [[5, 6]]}),
-            "arrange_micro_batches": "tokens",
-            "remove_unused_columns": False,
-            "dataset_kwargs": {"skip_prepare_dataset": True},
-        },
-        "Those of a stream, of a dataset with a transform",
-    ),
     "prompt tuning": ("dpo", {"peft_config": PROMPT_TUNING}, "PromptTuningConfig puts virtual tokens before every row"),
     "a model with virtual tokens": (
         "dpo",
@@ -114,11 +85,6 @@ REFUSED = {
         "`data_collator` is a LanguageModelingCollator",
     ),
     "a tokenizer's name": ("dpo", {"processing_class": "gpt2"}, "must be either a `PreTrainedTokenizer"),
-    "neither pad nor eos token": (
-        "dpo",
-        {"processing_class": without("pad_token", "eos_token")},
-        "neither a `pad_token` nor an `eos_token`.* Set `tokenizer.pad_token`",
-    ),
     **{
         name: ("dpo", {"accelerator_config": {name: True}}, f"`accelerator_config={{'{name}': True}}` cuts batches")
         for name in ("dispatch_batches", "split_batches")
@@ -138,12 +104,6 @@ REFUSED = {
         {"trainer_class": lambda args, **given: PaddingFreeDPOTrainer(args=vars(args), **given)},
         "`args` is a dict",
     ),
-    "rows of one token": ("dpo", {"config_class": DPOConfig, "max_length": 1}, "`max_length=1` must be at least 2"),
-    "a misspelt option of checkpoints": (
-        "dpo",
-        {"config_class": DPOConfig, "gradient_checkpointing_kwargs": {"use_reentant": False}},
-        "has `use_reentant`, which checkpoints do not know. Did you mean `use_reentrant`?",
-    ),
     "a reward of padding": (  # which the padded model would read
         "reward",
         {"model": reward_model(), "data_collator": RewardCollator(5)},
@@ -154,32 +114,6 @@ REFUSED = {
         {"peft_config": LoraConfig(task_type="CAUSAL_LM")},
         "set `task_type='SEQ_CLS'`",
     ),
-    "no loss": (
-        "dpo",
-        {"loss_type": ["sigmod"]},
-        "`loss_type='sigmod'` is not a loss of TRL's DPOTrainer, which has 'sigmoid', 'hinge', .*, 'sigmoid_norm'. Did "
-        "you mean `loss_type='sigmoid'`",
-    ),
-    "no loss of KTO": (
-        "kto",
-        {"loss_type": "apo"},
-        "'apo'` is not a loss of .* which has 'kto', 'apo_zero_unpaired'.$",
-    ),
-    "a class": ("dpo", {"model": LlamaForCausalLM}, "pass `LlamaForCausalLM.from_pretrained"),
-    "a class of references": ("dpo", {"ref_model": LlamaForCausalLM}, "`ref_model` is the class LlamaForCausalLM"),
-    "a class of adapters": ("sft", {"peft_config": LoraConfig}, r"is the class .* pass `LoraConfig\(...\)`"),
-    "a path": ("sft", {"model": Path("model")}, "`model` is a PosixPath, .*: pass `str.model.`"),
-    "no model": ("sft", {"model": None}, "`model` is `None`, and neither a model nor the name of one"),
-    "no loss at all": ("dpo", {"loss_type": []}, r"`loss_type=\[\]` has no loss: name at least one of 'sigmoid', "),
-    "no divergence": (
-        "dpo",
-        {"f_divergence_type": "kl"},
-        "`f_divergence_type='kl'` is not a value of TRL's DPOTrainer, which has 'reverse_kl', 'forward_kl', ",
-    ),
-    "no scale": ("grpo", {"scale_rewards": "batches"}, "which has 'group', .* mean `scale_rewards='batch'`"),
-    "no folder": ("dpo", {"output_dir": ""}, "`output_dir=''` names no folder"),
-    "a file": ("dpo", {"output_dir": __file__}, "`output_dir='.*py'` is a file, and checkpoints go to a folder"),
-    "a folder in a file": ("sft", {"output_dir": f"{__file__}/a/b"}, "` lies below '.*py', which is a file"),
 }
 if hasattr(peft, "VeloraConfig"):  # not in the oldest version that will do
     REFUSED["VeLoRA"] = (
@@ -189,117 +123,12 @@ if hasattr(peft, "VeloraConfig"):  # not in the oldest version that will do
     )
 
 
-def weightless():
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(make_model().config)
-
-
-HEADLESS = "is a LlamaForSequenceClassification, which has no head for text, and {} trains language models: pass one, "
-REFUSED |= {
-    "a classifier for SFT": ("sft", {"model": reward_model()}, "`model` " + HEADLESS.format("SFTTrainer")),
-    "a classifier for DPO": ("dpo", {"model": reward_model()}, "`model` " + HEADLESS.format("DPOTrainer")),
-    "a classifier with adapters": (
-        "kto",
-        {"model": get_peft_model(reward_model(), LoraConfig(target_modules=["q_proj"]))},
-        "`model` " + HEADLESS.format("KTOTrainer"),
-    ),
-    "a classifier as reference": ("dpo", {"ref_model": reward_model()}, "`ref_model` is a LlamaForSequenceClass"),
-    "a backbone": ("grpo", {"model": make_model().model}, "`model` is a LlamaModel, which has no head for text"),
-    "no weights": (
-        "sft",
-        {"model": weightless()},
-        "`model` is a LlamaForCausalLM on the meta device, without weights: load it with `from_pretrained`",
-    ),
-    "no weights of references": ("dpo", {"ref_model": weightless()}, "`ref_model` is a LlamaForCausalLM on the meta"),
-}
-
-
-@pytest.fixture
-def untouched(monkeypatch):
-    """A model that must not compute anything."""
-    model = make_model()
-    model.config.num_labels = 1  # what TRL's reward trainer looks at first
-
-    def forward(*args, **kwargs):
-        raise AssertionError("computed")
-
-    monkeypatch.setattr(model.get_input_embeddings(), "forward", forward)
-    return model
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_bad_input_is_refused_in_one_line_before_anything_is_computed(name, untouched):
     task, given, message = REFUSED[name]
     with pytest.raises((ValueError, TypeError), match=message) as error:
         build(task, **{"model": untouched, "peft_config": None, **given})
     assert "\n" not in str(error.value)
-
-
-def cut(folder):
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-8])
-
-
-# What is saved in a folder, what happens to it, the trainer that is given its name, and what is said of it
-NAMED = {
-    "a classifier": (reward_model, None, "dpo", HEADLESS.format("DPOTrainer")),
-    "a cut-off file": (make_model, cut, "sft", r"`: model.safetensors is damaged \(SafetensorError: .*Copy it again"),
-    "nothing": (None, None, "sft", "` is not a file or folder here: is it misspelt?"),
-}
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_a_model_that_is_named_is_looked_at_before_it_is_loaded(name, tmp_path, monkeypatch):
-    make, spoil, task, said = NAMED[name]
-    folder = tmp_path / "model"
-    if make is not None:
-        saved(folder, make(), make_tokenizer())
-    if spoil is not None:
-        spoil(folder)
-    monkeypatch.setattr(PreTrainedModel, "from_pretrained", None)
-    with pytest.raises((ValueError, OSError), match=f"`model={str(folder)!r}` ?{said.removeprefix('`')}") as error:
-        build(task, model=str(folder), train_dataset=DATA[task](4, SEED))
-    assert "\n" not in str(error.value)
-
-
-def test_a_model_that_is_nowhere_is_said_at_once_and_by_name():
-    """Without a network, the hub's client takes minutes, and names none."""
-    said = "`model='org/model'` is not a file or folder here, nor in the cache of the hub, and the hub is switched off"
-    with pytest.raises(OSError, match=said):
-        build("dpo", model="org/model")
-
-
-def test_models_that_something_else_places_are_none_without_weights(monkeypatch):
-    model = weightless()
-    model.hf_device_map = {"": "disk"}
-    refuse_unusable({"model": model}, "SFTTrainer")
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    refuse_unusable({"model": weightless()}, "SFTTrainer")
-
-
-@pytest.mark.parametrize("task", ["sft", "dpo", "distillation"])
-def test_a_model_of_which_no_weight_trains_is_named_where_padded_trl_fails_or_trains_nothing(task):
-    def frozen():
-        given = arguments(task, False)
-        given["model"].requires_grad_(False)
-        return given
-
-    padded = make_trainer(task, "padded", **frozen(), steps=1)
-    with nullcontext() if task == "distillation" else pytest.raises(RuntimeError, match="does not require grad"):
-        padded.train()
-        assert padded.state.log_history[0]["grad_norm"] == 0
-    trainer = make_trainer(task, "ours", **frozen(), steps=1)
-    with pytest.raises(ValueError, match="No weight of the model trains: .* Pass a `peft_config`, or call"):
-        trainer.train()
-    trainer.model.requires_grad_(True)  # as some do once the trainer is made
-    trainer.train()
-
-
-def test_a_link_to_nothing_is_no_folder_to_write_to(untouched, tmp_path):
-    (tmp_path / "out").symlink_to(tmp_path / "gone")
-    for name in ("out", "out/run"):
-        with pytest.raises(ValueError, match=f"`output_dir='.*{name}'` .*is a link to nothing, and checkpoints go to"):
-            build(model=untouched, output_dir=str(tmp_path / name))
 
 
 def test_parallelism_that_accelerate_was_launched_with_is_refused(untouched, monkeypatch):
@@ -325,87 +154,6 @@ def test_trl_speaks_of_streaming_data_that_is_dispatched(task, caplog):
     assert said[0] == said[1]
 
 
-STREAM = preference_data(8, SEED).to_iterable_dataset()
-# What couples the examples of a micro-batch, or gives rows of unknown length
-MOVED = [
-    ("dpo", {"loss_type": ["aot"]}, "`loss_type='aot'`"),
-    ("dpo", {"loss_type": ["sigmoid", "sft"]}, "`loss_type='sft'`"),
-    ("dpo", {"train_dataset": STREAM}, "needs a dataset whose lengths"),
-    ("dpo", {"train_sampling_strategy": "batch_rebalance"}, "both decide which examples share a micro-batch"),
-    ("kto", {}, "`loss_type='kto'`"),
-    ("reward", {"neftune_noise_alpha": 5.0}, "whose noise shrinks with the longest row"),
-    ("sft", {"compute_loss_func": max}, "and with `compute_loss_func` the loss of an example"),
-    ("sft", {"packing": True, "neftune_noise_alpha": 5.0}, "with `neftune_noise_alpha=5.0` and packing the loss of an"),
-    ("grpo", {"arrange_micro_batches": "prefix", "loss_type": "bnpo"}, "`loss_type='bnpo'`"),
-    ("grpo", {"arrange_micro_batches": "prefix", "top_entropy_quantile": 0.2}, "`top_entropy_quantile=0.2`"),
-    ("grpo", {"arrange_micro_batches": "prefix", "entropy_coef": 0.1}, "`entropy_coef=0.1`"),
-    ("rloo", {}, "needs rows of known length, and RLOOTrainer generates them"),
-]
-
-
-@pytest.mark.parametrize(("task", "options", "message"), [each for each in MOVED if each[0] in ("dpo", "kto", "grpo")])
-def test_what_the_arguments_show_of_that_is_said_before_models_load(task, options, message):
-    with pytest.raises(ValueError, match=message):
-        build(task, **{"model": "nowhere/model", "arrange_micro_batches": "tokens", **options})
-
-
-@pytest.mark.parametrize("task", ["grpo", "rloo"])
-def test_rewards_that_are_no_numbers_are_named_with_their_function(task):
-    def praise(completions, **kwargs):
-        return ["good"] * len(completions)
-
-    def forgets(completions, **kwargs):
-        praise(completions)
-
-    for function, said in (
-        (praise, "The reward function 'praise' returned 'good' as reward 0: return a number for each completion"),
-        (forgets, "The reward function 'forgets' returned None: return a list of numbers"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            build(task, reward_funcs=function).train()
-    trainer = build(task, reward_funcs=lambda completions, **kwargs: (torch.tensor(1.0) for _ in completions), steps=1)
-    functions = trainer.reward_funcs
-    trainer.train()
-    assert trainer.reward_funcs is functions
-
-
-@pytest.mark.trl_1
-@pytest.mark.parametrize(("task", "options", "message"), MOVED)
-def test_examples_are_not_moved_where_that_would_change_the_loss(task, options, message):
-    with pytest.raises(ValueError, match=message):
-        build(task, **{"arrange_micro_batches": "tokens", **options})
-
-
-MASK = {"flat_attention": "mask"}  # with which nothing runs in slices
-TWO = {"sequence_parallel_size": 2}
-
-
-@pytest.mark.parametrize(
-    ("task", "options", "message"),
-    [
-        ("dpo", {"max_tokens_per_micro_batch": 9, **MASK}, "slices: its attention is computed by mask"),
-        ("dpo", {"memory_budget": 0.0001, **MASK}, "recomputed, as its attention is"),
-        ("grpo", {"max_tokens_per_micro_batch": 5, **MASK}, "=5` is less than a prompt of"),
-        (
-            "distillation",
-            {"memory_budget": 0.0001},
-            r"a micro-batch of 4 rows, each a prompt of \d+ tokens with .* need",
-        ),
-        ("distillation", {"teacher_model": None}, "`teacher_model` is missing"),
-        ("sft", {"max_tokens_per_micro_batch": 200, "ddp_static_graph": True}, "expects one backward pass per micro-"),
-        ("reward", TWO, "`sequence_parallel_size=2`: DPO and SFT .* for RewardTrainer's batches"),
-        (
-            "dpo",
-            {**TWO, "train_dataset": preference_data(4, SEED).add_column("image", [None] * 4)},
-            "images are not computed in slices",
-        ),
-    ],
-)
-def test_what_cannot_be_kept_is_refused_before_training(task, options, message):
-    with pytest.raises(ValueError, match=message):
-        build(task, **options)
-
-
 # --- what is not ------------------------------------------------------------------------------------------------------
 
 
@@ -423,24 +171,6 @@ def test_a_collator_of_the_users_own_that_calls_ours_is_used_and_left_as_it_is()
     assert not collator.padding_free
 
 
-def test_the_words_that_are_listed_are_those_that_trl_reads():
-    """TRL names them in its documentation, and compares with them in its code."""
-    listed = {
-        (task, name): words
-        for task, trainer in TRAINERS.items()
-        for name in DOCUMENTED
-        if (words := documented_words(trainer.config_class, name))
-    }
-    assert {task for task, name in listed if name == "loss_type"} == {"dpo", "sft", "kto", "grpo"} & TRAINERS.keys()
-    for (task, name), words in listed.items():
-        trainer = TRAINERS[task]
-        modules = {sys.modules[each.__module__] for each in (trainer.trl_trainer, trainer.trl_config)}
-        source = "".join(map(inspect.getsource, modules))
-        compared = {*re.findall(rf'(?<!args\.){name} == "(\w+)"', source)}
-        assert compared <= {*words}, (task, name)
-        assert [word for word in words if f'"{word}"' not in source and word not in ("chunked_nll", "vllm")] == []
-
-
 # --- what is said -----------------------------------------------------------------------------------------------------
 
 ODD_ROWS = [
@@ -450,19 +180,6 @@ ODD_ROWS = [
     {"prompt": "w9", "chosen": " w10 w11", "rejected": " w10 w11"},
     {"prompt": "", "chosen": "", "rejected": ""},
 ]
-
-
-def test_the_precision_of_the_launcher_is_named_where_the_configuration_has_another(monkeypatch, caplog):
-    build("sft")
-    assert "mixed_precision" not in caplog.text
-    AcceleratorState._reset_state(reset_partial_state=True)
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as `accelerate launch` hands it on
-    try:
-        assert build("sft").accelerator.mixed_precision == "bf16"
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-    (said,) = (message for message in caplog.messages if "mixed_precision='bf16'" in message)
-    assert "in spite of `bf16=False, fp16=False`" in said
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ import pytest
 from tests.helpers.folders import needs
 from tests.helpers.tiny import DATA, make_model
 from tests.runs import run
-from trl_paddingfree import capabilities
+from trl_paddingfree import PaddingFreeSFTTrainer, capabilities
+from trl_paddingfree.core.trainers.base import FlatTrainer
 
 NEEDS = "`torch_compile=True` needs the folder `compiled` of trl_paddingfree"
 
@@ -13,6 +14,7 @@ NEEDS = "`torch_compile=True` needs the folder `compiled` of trl_paddingfree"
 @pytest.fixture(autouse=True)
 def without_compiled(monkeypatch):
     is_there = capabilities.is_there
+    monkeypatch.setattr(PaddingFreeSFTTrainer, "take_compiler", FlatTrainer.take_compiler)
     monkeypatch.setattr(capabilities, "is_there", lambda name: name != "compiled" and is_there(name))
 
 

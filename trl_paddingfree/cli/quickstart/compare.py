@@ -16,9 +16,8 @@ from rich.console import Console
 from transformers.utils import logging
 from trl import extract_prompt
 
-from ...core.data.task import task_of
 from ...core.device import has_accelerator
-from ...registry import TRAINERS
+from ...registry import TRAINERS, task_of
 from ..load import load_rows
 from ..tables import right, table
 from .charts import drawn, plot_runs

@@ -64,6 +64,8 @@ class FlatCollator(DataCollatorMixin):
     # Rows per example; the first rows of all examples come first, then the second ones. `None`: two of a pair, else
     # the number of rows divided by that of examples. A collator that leaves out examples must set it
     rows_per_example: ClassVar[int | None] = None
+    # Whether `of` also takes subclasses of TRL's collator
+    takes_subclasses: ClassVar[bool] = True
     # Arguments of TRL's collator that determine the padding of rows and of flat batches
     padded_by: ClassVar[tuple[str, ...]] = ("pad_to_multiple_of", "pad_token_id")
 
@@ -74,11 +76,12 @@ class FlatCollator(DataCollatorMixin):
     @classmethod
     def flattens(cls, other: object) -> bool:
         """Whether `of` takes `other`, a collator that knows of no flat batches: TRL's own, or a subclass of it."""
-        return isinstance(other, cls.trl_collators())
+        bases = cls.trl_collators()
+        return isinstance(other, bases) if cls.takes_subclasses else type(other) in bases
 
     @classmethod
     def trl_collators(cls) -> tuple[type, ...]:
-        """TRL's collators whose subclasses `of` takes: those that this class extends."""
+        """TRL's collators that this class extends."""
         return tuple(x for x in cls.__bases__ if not issubclass(x, FlatCollator) and x is not DataCollatorMixin)
 
     @classmethod
@@ -183,6 +186,7 @@ class LanguageModelingCollator(FlatCollator, DataCollatorForLanguageModeling):
     cuts_packed: bool = True
 
     rows_per_example: ClassVar[int | None] = 1  # each document of a packed example counts as one
+    takes_subclasses: ClassVar[bool] = False  # whose rows may be documents without padding
 
     def row_labels(self, rows: Inputs) -> torch.Tensor:
         return rows["labels"]

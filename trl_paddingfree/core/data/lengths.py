@@ -7,8 +7,6 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 from pyarrow.compute import fill_null, list_value_length
 
-from ..flat.segments import common_prefix
-
 AnyDataset: TypeAlias = Dataset | IterableDataset
 Example = dict[str, Any]  # a row of a dataset, by its columns
 
@@ -43,17 +41,6 @@ def token_lengths(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
         for table in tables_of(dataset, *columns)
     ]
     return np.concatenate([np.zeros((len(columns), 0)), *lengths], 1).T.astype(np.int64)
-
-
-def pair_lengths(dataset: Dataset, chosen: str, rejected: str) -> np.ndarray:
-    """`(examples, 3)` int64: for each pair, tokens of the common prefix and of the rest of each sequence."""
-    rows = []
-    for table in tables_of(dataset, chosen, rejected, rows=1_000):
-        for lists in zip(table[chosen], table[rejected], strict=True):
-            a, b = (ids.values.to_numpy() for ids in lists)
-            shared = common_prefix(a, b)
-            rows.append((shared, len(a) - shared, len(b) - shared))
-    return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
 
 def truncated(lengths: np.ndarray, max_length: int | None, truncation_mode: str) -> np.ndarray:

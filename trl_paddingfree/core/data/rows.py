@@ -1,13 +1,13 @@
-"""Rows of a batch on the host, collated or generated, from which flat batches and their parts are built."""
+"""Rows of a batch on the host, as collators give them, from which flat batches and their parts are built."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, count, islice
+from itertools import accumulate
 from typing import Any
 
 import torch
 
-from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs, row_starts
+from ..flat.batch import FlatBatch, Inputs
 from .lengths import Example
 
 # Makes a flat batch of padded `input_ids`, `attention_mask` and `labels`, like [`FlatBatch.from_padded`]
@@ -65,48 +65,6 @@ class ReadAs:
 
 
 AS_THEY_ARE = ReadAs()
-
-
-def generated_on_host(
-    input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """
-    Copy generated rows, each tensor `(R, L)` int64, to the host. Their prompts are padded on the left and their
-    completions on the right. Refuses a completion without a prompt.
-    """
-    # One copy instead of three, as each waits for the device
-    ids, mask, targets = torch.stack([input_ids, attention_mask.long(), labels]).cpu()
-    starts = row_starts(mask)
-    without_prompt = (starts > 0) & (targets.gather(1, starts[:, None])[:, 0] != IGNORE_INDEX)
-    if without_prompt.any():
-        raise ValueError(
-            f"Row {int(without_prompt.int().argmax())} has a completion and no prompt: TRL would predict its first "
-            "token from padding. Leave out empty prompts, or set `padding_free=False`."
-        )
-    return ids, mask, targets
-
-
-@dataclass
-class PromptGroups:
-    """Collator for completions not yet generated, taken to be of full length and to differ from the first token on."""
-
-    prefix_sharing: bool = True
-    num_generations: int = 8
-    max_completion_length: int = 256
-
-    def __call__(self, examples: list[Example]) -> Inputs:
-        return {"flat_batch": self.flatten([example["prompt_ids"] for example in examples])}
-
-    def flatten(self, prompts: Sequence[Sequence[int]]) -> FlatBatch:
-        """The flat batch of `prompts`, each with its stand-in completions."""
-        tokens = count(2**40)  # beyond any vocabulary
-        rows = [
-            [*prompt, *islice(tokens, self.max_completion_length)]
-            for prompt in prompts
-            for _ in range(self.num_generations)
-        ]
-        unscored = [[IGNORE_INDEX] * len(row) for row in rows]
-        return FlatBatch.from_rows(rows, unscored, prefix_sharing=self.prefix_sharing)
 
 
 def documents_of(example: Example, cuts_packed: bool) -> list[Example]:

@@ -1,6 +1,6 @@
 """Tasks: the columns, sequences and collators of a trainer's data, and its names."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -27,8 +27,6 @@ class Task:
         collator, vision_collator (`type`, the second *optional*):
             The collator classes that build flat batches of text and, for a trainer of your own, of data with images.
             By default, images are taken by the tasks whose `collator` has a counterpart for them.
-        padded_collator (`type`, *optional*):
-            The collator class that flattens padded rows of text from any other collator.
         prepare (`Callable`, *optional*):
             TRL's own preparation: maps `(dataset, tokenizer, max_length=, truncation_mode=)` to the rows that the
             collator gets. `trl-paddingfree inspect` needs it, training does not.
@@ -56,7 +54,6 @@ class Task:
     reads: Columns = ()
     truncates: bool = True
     vision_collator: type | None = None
-    padded_collator: type | None = None
 
     @cached_property
     def token_columns(self) -> Columns:
@@ -73,26 +70,3 @@ class Task:
         options = {"pad_token_id": 0, "padding_free": True, **options}
         names = {field.name for field in fields(self.collator)}
         return self.collator(**{name: value for name, value in options.items() if name in names})
-
-
-def task_of(columns: Sequence[str], tasks: Iterable[Task], with_images: Collection[Task] = ()) -> Task:
-    """
-    The first of `tasks` that a dataset's columns fit. Refuses columns that fit none, and images unless the task is one
-    of those `with_images`.
-
-    >>> from trl_paddingfree.registry import TASKS
-    >>> task_of(["prompt", "chosen", "rejected", "score"], TASKS).name, task_of(["messages"], TASKS).name
-    ('dpo', 'sft')
-    """
-    names = set(columns)
-    for task in tasks:
-        if any(map(names.issuperset, task.found_by)):
-            if names & {"image", "images"} and task not in with_images:
-                raise ValueError(f"The dataset has columns {sorted(names)}: {task.name} does not train on images.")
-            return task
-    raise ValueError(
-        f"The dataset has columns {sorted(names)}. Preference data needs 'chosen' and 'rejected' (and 'prompt', "
-        "unless they repeat it), or 'prompt', 'completion' and 'label'; instruction data needs 'messages', "
-        "'conversations', 'prompt' and 'completion', 'text' or 'input_ids'; prompts need 'prompt'. Rename yours, see "
-        "https://huggingface.co/docs/trl/dataset_formats."
-    )

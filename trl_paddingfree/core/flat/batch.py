@@ -238,16 +238,3 @@ def _padding(length: int, multiple: int | None, is_needed: bool) -> int:
     """
     tail = -length % multiple if multiple else 0
     return multiple or 1 if is_needed and not tail else tail
-
-
-def row_starts(attention_mask: torch.Tensor) -> torch.Tensor:
-    """`(R,)` int64: where each row of an `(R, L)` mask begins. Padding between the tokens of a row is refused."""
-    mask = (attention_mask != 0).int()
-    begins = torch.nn.functional.pad(mask, (1, 0)).diff() > 0
-    gaps = begins.sum(1) > 1
-    if gaps.any():
-        raise ValueError(
-            f"Row {int(gaps.int().argmax())} of `attention_mask` has padding between its tokens, and a flat batch "
-            "has no place for it: pad rows only on the left and on the right, or set `padding_free=False`."
-        )
-    return mask.argmax(1)

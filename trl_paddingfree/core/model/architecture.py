@@ -1,4 +1,4 @@
-"""What the public names of a model's layers and config tell: limits, RoPE types, dropout, checkpointable layers."""
+"""What the public names of a model's layers and config tell: limits, RoPE types, dropout."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 # Token-type rows that processors return with `input_ids`; a flat batch replaces them
 TYPE_ROWS = ("token_type_ids", "mm_token_type_ids")
@@ -101,12 +100,6 @@ def rotary_limits(*configs: PreTrainedConfig) -> dict[str, int]:
     return limits
 
 
-def counts_by_mask(model: torch.nn.Module) -> bool:
-    """Whether positions, if not given, are counted from the first token of a row (as in OPT), not by column."""
-    embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    return any("attention_mask" in inspect.signature(x.forward).parameters for x in embeddings)
-
-
 def rotary_reach(width: int, *configs: PreTrainedConfig) -> int | None:
     """`width`, if RoPE frequencies depend on the length of rows that wide, otherwise `None`."""
     return width if any(width >= limit for limit in rotary_limits(*configs).values()) else None
@@ -116,32 +109,6 @@ def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
     """The layer stack beneath the head. `get_decoder` of ModernBERT's decoder returns its head's `decoder` instead."""
     decoder: torch.nn.Module = model.get_decoder()
     return decoder if isinstance(decoder, PreTrainedModel) else model.base_model  # type: ignore[return-value]
-
-
-def recomputable_layers(model: PreTrainedModel, with_images: bool = False) -> list[GradientCheckpointingLayer]:
-    """Layers of `model` that support gradient checkpointing, in order; `with_images`, the vision tower's come first."""
-    decoder = dict.fromkeys(decoder_of(model).modules())
-    tower = [module for module in model.base_model.modules() if module not in decoder] if with_images else []
-    layers = [module for module in (*tower, *decoder) if isinstance(module, GradientCheckpointingLayer)]
-    nested = {inner for layer in layers for inner in checkpointing_layers(layer)[1:]}
-    return [layer for layer in layers if layer not in nested]
-
-
-def recompute_first(layers: Sequence[GradientCheckpointingLayer], number: int) -> None:
-    """
-    Checkpoint the first `number` layers, and let the others keep their activations.
-
-    The backward pass reaches the first layers last, when the activations of the others have been freed, so recomputing
-    needs no extra memory. Layers nested in others (in Zamba) are recomputed with those, never on their own.
-    """
-    for i, layer in enumerate(layers):
-        for module in checkpointing_layers(layer):
-            module.gradient_checkpointing = module is layer and i < number
-
-
-def checkpointing_layers(module: torch.nn.Module) -> list[GradientCheckpointingLayer]:
-    """`module` and the modules within it that support gradient checkpointing, outer ones first."""
-    return [inner for inner in module.modules() if isinstance(inner, GradientCheckpointingLayer)]
 
 
 def takes_images(model: PreTrainedModel) -> bool:

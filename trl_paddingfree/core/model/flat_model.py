@@ -15,7 +15,7 @@ from ..flat.counts import BatchCounts
 from ..flat.transfer import Arriving, on_device
 from ..versions import refuse_moved_head
 from .architecture import by_name
-from .attention import ATTENTION_BACKENDS
+from .backends import ATTENTION_BACKENDS
 from .edits import edits, refuse_edits, refuse_unanswerable
 from .forward import flat_backbone, flat_forward, flat_inputs, is_pooled
 from .hooks import PassHook

@@ -56,15 +56,6 @@ def buffers_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def gradients_dropped(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Within this context, gradients of `parameters` are dropped as soon as they are accumulated."""
-    with ExitStack() as hooks:
-        for parameter in parameters:
-            hooks.enter_context(parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)))
-        yield
-
-
-@contextmanager
 def random_state_restored(model: torch.nn.Module, of_users: bool = True) -> Iterator[None]:
     """
     Restores PyTorch's random state of the CPU and of the accelerators of `model` after the context. Also those of

@@ -7,24 +7,16 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .. import upstream
-from . import architecture, attention
-from .attention import ATTENTION_BACKENDS, BACKENDS, BackendName
+from . import architecture, kernels
+from .backends import ATTENTION_BACKENDS, BACKENDS, DESCRIPTIONS, BackendName
 from .mixers import Way, mixers
 
 logger = logging.get_logger(__name__)
 
-_DESCRIPTIONS: dict[BackendName, str] = {
-    "flash": "{loaded_with} over segments",
-    "varlen": "PyTorch's flash attention kernel over segments",
-    "segment": "{loaded_with} over segments of like shape",
-    "positions": "{loaded_with}, told of sequences by their `position_ids`",
-    "mask": "{loaded_with} under a dense 4-D mask",
-}
-
 
 def describe(backend: BackendName, loaded_with: str) -> str:
     """A description of what a backend does on a model loaded with the attention implementation `loaded_with`."""
-    return f"{backend}: {_DESCRIPTIONS[backend].format(loaded_with=loaded_with)}"
+    return f"{backend}: {DESCRIPTIONS[backend].format(loaded_with=loaded_with)}"
 
 
 def takes_boundaries(loaded_with: str) -> bool:
@@ -72,7 +64,7 @@ def reasons_against(
         note(f"the model was loaded with `attn_implementation={loaded_with!r}`: {how}", "flash", "positions")
     if loaded_with != "sdpa":
         note(f"it stands in for 'sdpa', and the model was loaded with {loaded_with!r}", "varlen")
-    if reason := attention.why_no_varlen(device):
+    if reason := kernels.why_no_varlen(device):
         note(reason, "varlen")
     if dtype not in (torch.float16, torch.bfloat16):
         note(f"attention runs in {dtype}, the kernel needs float16 or bfloat16", "varlen")

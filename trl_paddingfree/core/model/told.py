@@ -20,7 +20,8 @@ from .. import upstream
 from ..flat.batch import Inputs
 from ..flat.layout import Attended, Attention, FlatLayout, once_per_layout
 from .architecture import config_value
-from .attention import ATTENTION, ATTENTION_BACKENDS, BOUNDARIES, BackendName, dense_mask
+from .attention import BOUNDARIES, dense_mask
+from .backends import ATTENTION, ATTENTION_BACKENDS, BackendName
 
 # transformers' names in `layer_types`; hybrid layers have attention and a state
 _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"

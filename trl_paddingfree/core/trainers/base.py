@@ -12,21 +12,21 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
+from ...capabilities import needed
 from ..check.verdicts import NoVerdicts, Verdicts
-from ..data.lengths import has_images
 from ..data.task import Task
+from ..device import PeakMemory
 from ..flat.batch import FlatBatch, Inputs
 from ..flat.counts import BatchCounts, of_all_processes
 from ..model.flat_model import FlatModel
 from ..model.restored import attributes_set
 from ..versions import naming_versions, refuse_moved_names
-from . import refusals
+from . import refusals, starting
 from .card import append_to_card, without_padding
 from .configs import Arguments, PaddingFreeOptions, config_of, silence
-from .engine import base_of
+from .engine import base_of, wants_compiled
 from .evaluation import weigh_last_batch
-from .given_models import refuse_unusable
-from .proving import Proof, StartUpCheck
+from .proving import Models, Proof, StartUpCheck
 from .runtime import Runtime, Step, when_flat
 
 
@@ -73,7 +73,7 @@ class FlatTrainer(Trainer):
     @naming_versions()
     def _init(self, arguments: Arguments) -> None:
         silence()
-        refusals.refuse_classes(arguments)
+        self.refuse_at_once(arguments)
         arguments["args"] = config = config_of(type(self), arguments)
         is_ours = isinstance(config, PaddingFreeOptions)
         options: Any = config if is_ours else PaddingFreeOptions(prefix_sharing=self.config_class.prefix_sharing)
@@ -85,12 +85,10 @@ class FlatTrainer(Trainer):
             return
         refusals.take_out_of_compilers(arguments)
         self.refuse_arguments(arguments)
-        refuse_unusable(arguments, self.trl_trainer.__name__ if self.trains_language_models else "")
         # It would pad (DPO), or refuse `max_length` (SFT)
         with attributes_set([(config, "padding_free", False)]), self.as_it_trains(config):
             super().__init__(**arguments)
         refuse_moved_names(type(self), self)
-        refusals.warn_of_precision(self.accelerator.mixed_precision, config)
         self.padding_free = True
         self.start_flat()
         bases = [self.flat_base(model) for model in self.flat_models()]
@@ -108,24 +106,31 @@ class FlatTrainer(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        self.flat.place(self.accelerator)
+        self.flat.peak_memory = PeakMemory(self.accelerator.device)
+        if not self.flat.pads:
+            self.take_compiler()
+            loaders = self.accelerator.dataloader_config
+            loaders.dispatch_batches = bool(loaders.dispatch_batches)  # `None` would dispatch batches of streams
+
+    def take_compiler(self) -> None:
+        """Take over what an accelerator would compile, which is the whole model. Compiled: its layers instead."""
+        if wants_compiled(self.accelerator):
+            needed("compiled", "trainers", "`torch_compile=True`")
+
+    def refuse_at_once(self, arguments: Arguments) -> None:
+        """Refuse arguments that nothing can be done with, before any is read: here, none."""
 
     def refuse_even_padded(self, arguments: Arguments) -> None:
         """Refuse arguments of the trainer whether it pads or not: here, none."""
 
     def refuse_arguments(self, arguments: Arguments) -> None:
         """Refuse arguments of the trainer that cannot be combined with flat batches."""
-        collator = self.collator_of(has_images(arguments.get("train_dataset")))
-        refusals.refuse_unflattenable(arguments, self.task, collator)
+        refusals.refuse_unflattenable(arguments)
         self.refuse_images(arguments)
 
     def refuse_images(self, arguments: Arguments) -> None:
         """Refuse data with images, unless a capability trains on them."""
         refusals.refuse_images(arguments)
-
-    def collator_of(self, with_images: bool) -> type:
-        """The collator class that makes flat batches of data with or without images."""
-        return self.task.collator
 
     def proofs(self) -> Sequence[Proof]:
         """What the start-up check proves beside text."""
@@ -178,7 +183,14 @@ class FlatTrainer(Trainer):
 
     def start_flat(self) -> None:
         """Prove the models, and have them compute flat batches."""
-        self.flat.start(self)
+        starting.start(self)
+
+    def after_flat(self, models: Models, are_proven: bool) -> None:
+        """Called once `models` compute flat batches, and again when those are proven that had to wait for weights."""
+
+    def prove(self, model: torch.nn.Module) -> None:
+        """Prove a `model` before it first computes anything, if it had no weights when the trainer was made."""
+        starting.prove(self, model)
 
     # --- a training step --------------------------------------------------------------------------------------------
 
@@ -197,8 +209,7 @@ class FlatTrainer(Trainer):
 
     def begin_training(self, model: torch.nn.Module) -> None:
         """Called in the first step of each `train()`: prove the `model` if that had to wait for its weights."""
-        refusals.refuse_frozen(model)
-        self.flat.prove(self, model)
+        self.prove(model)
         self.flat.has_hooks = None  # what was changed since the trainer was made counts, also as `train()` began
         self.refuse_options()
         self.flat.has_begun, self.flat.counts.logged_at = True, time.perf_counter()
@@ -224,7 +235,7 @@ class FlatTrainer(Trainer):
                 self.flat.counts.new.append(self.padded_counts(inputs))
             return super().compute_loss(model, inputs, *args, **kwargs)
         if self.flat.check.unproven:  # evaluation may come before any step of training
-            self.flat.prove(self, model)
+            self.prove(model)
         compute = super().compute_loss
         for around in self.flat.around_loss:
             compute = partial(around, compute)

@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
-from ...coupling import own_steps
 from ..data.collate import FlatCollator
-from ..data.lengths import has_known_lengths, row_lengths, token_lengths
-from ..data.padded import PaddedRowsCollator
+from ..data.lengths import has_images, has_known_lengths, row_lengths, token_lengths
 from ..data.task import Columns
 from ..flat.batch import Inputs
 from ..flat.counts import BatchCounts
 from ..model.edits import refuse_lost_batch
+from . import refusals
 from .base import FlatTrainer
+from .configs import Arguments
 from .runtime import when_flat
 
 
@@ -32,6 +32,20 @@ class Collated(FlatTrainer):
     # Set by TRL's trainers
     _train_batch_size: int
     _is_vision_dataset: bool = False
+
+    def refuse_arguments(self, arguments: Arguments) -> None:
+        super().refuse_arguments(arguments)
+        given, ours = arguments.get("data_collator"), self.collator_of(has_images(arguments.get("train_dataset")))
+        if given is not None and not self.takes_collator(given, ours):
+            refusals.refuse_collator(given, ours)
+
+    def takes_collator(self, given: object, ours: type[FlatCollator]) -> bool:
+        """Whether the batches of a `given` collator become flat, where `ours` is the class that makes flat ones."""
+        return isinstance(given, ours) or ours.flattens(given)
+
+    def collator_of(self, with_images: bool) -> type[FlatCollator]:
+        """The collator class that makes flat batches of data with or without images."""
+        return self.task.collator
 
     def start_flat(self) -> None:
         """Prove the models, and have the collator make flat batches. Does nothing if called again."""
@@ -62,8 +76,7 @@ class Collated(FlatTrainer):
 
     def flat_collator_of(self, collator: Any) -> FlatCollator:
         """A collator that makes the rows of `collator` flat, which knows of no flat batches."""
-        wanted: Any = self.collator_of(self._is_vision_dataset)
-        return wanted.of(collator)
+        return self.collator_of(self._is_vision_dataset).of(collator)
 
     # --- lengths ------------------------------------------------------------------------------------------------------
 
@@ -77,15 +90,15 @@ class Collated(FlatTrainer):
         return self.task.token_columns
 
     @property
-    def _knows_lengths(self) -> bool:
-        collates_tokens = not self._is_vision_dataset and not isinstance(self.data_collator, PaddedRowsCollator)
-        return collates_tokens and has_known_lengths(self.train_dataset, self.token_columns)
+    def knows_lengths(self) -> bool:
+        """Whether the lengths of all training examples are known before any is collated."""
+        return not self._is_vision_dataset and has_known_lengths(self.train_dataset, self.token_columns)
 
     def exceeds(self, length: int) -> bool:
         """Whether a training row may be longer than `length`, with its padding to a multiple."""
         limit, multiple = self.collated_by("max_length"), self.collated_by("pad_to_multiple_of") or 1
         length = length // multiple * multiple
-        if not self._knows_lengths:
+        if not self.knows_lengths:
             # Rows are cut by the collator or by TRL's preparation, which reads streams, but not what a transform makes
             is_cut = "max_length" in vars(self.data_collator) or not isinstance(self.train_dataset, Dataset)
             return limit is None or limit > length or not is_cut
@@ -112,19 +125,6 @@ class Collated(FlatTrainer):
     def part_sizes(self, inputs: Inputs) -> dict[str, int]:
         """By name, the denominators of the loss ("loss") and of each averaged metric of a part of a micro-batch."""
         raise NotImplementedError
-
-    def _may_couple(self, moves: bool = False) -> list[str]:
-        """
-        Options under which an example's loss depends on others, and what may change it beyond the class whose
-        `part_sizes` say how parts of it combine. Empty if the losses of parts add up to that of the micro-batch or, if
-        asked whether it `moves`, if examples may move to another one.
-        """
-        owners = [cls for cls in type(self).__mro__ if "part_sizes" in vars(cls)]
-        owners += [self.trl_trainer] * (owners == [Collated])  # no one says how its parts combine
-        found = own_steps(self, owners, moves)
-        if not moves and type(self).part_sizes is Collated.part_sizes:
-            found.append("a loss")
-        return [*self.coupled_by(), *(f"{each} without `part_sizes`" for each in found)]
 
     def count_tokens(self, inputs: Inputs) -> None:
         if "flat_batch" not in inputs:

@@ -7,11 +7,14 @@ from .collated import Collated
 
 if TYPE_CHECKING:  # the same bases, for editors and type checkers
     from ...answers.trainers import Collated as AnswersCollated
+    from ...argument_checks.trainers import Collated as ArgumentsCollated
     from ...arranging.trainers import Collated as ArrangingCollated
     from ...budgets.trainers import Collated as BudgetsCollated
+    from ...compiled.trainers import Collated as CompiledCollated
     from ...data_checks.trainers import Collated as CheckedCollated
     from ...groups.trainers import Collated as GroupsCollated
     from ...images.trainers import Collated as ImagesCollated
+    from ...own_collators.trainers import Collated as OwnCollated
     from ...proof.trainers import Collated as ProofCollated
     from ...remembering.trainers import Collated as RememberingCollated
     from ...resuming.trainers import Collated as ResumingCollated
@@ -20,12 +23,15 @@ if TYPE_CHECKING:  # the same bases, for editors and type checkers
         ResumingCollated,
         RememberingCollated,
         AnswersCollated,
+        ArgumentsCollated,
         CheckedCollated,
         ProofCollated,
         ImagesCollated,
         GroupsCollated,
+        CompiledCollated,
         BudgetsCollated,
         ArrangingCollated,
+        OwnCollated,
         Collated,
     ):
         pass

@@ -2,28 +2,32 @@
 
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from numbers import Integral
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_args, get_origin, get_type_hints
 
 from datasets import Dataset, IterableDataset
 from transformers import TrainingArguments
 from transformers.utils import is_torch_xla_available, logging
-from trl import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
 from trl.trainer.utils import get_config_model_id
 
 from ...capabilities import classes_of
 from ..data.lengths import AnyDataset
 from ..device import has_accelerator
-from .options import SHARING, CoreOptions, option
-from .values import DOCUMENTED, refuse_unknown_words, refuse_wrong_values
+from ..spelling import did_you_mean
+from .options import CoreOptions
 
 if TYPE_CHECKING:  # the same bases, for editors and type checkers
     from ...answers.options import Options as AnswersOptions
+    from ...argument_checks.options import Options as ArgumentsOptions
     from ...arranging.options import Options as ArrangingOptions
     from ...budgets.options import Options as BudgetsOptions
     from ...groups.options import Options as GroupsOptions
     from ...proof.options import Options as ProofOptions
 
-    class ComposedOptions(AnswersOptions, ProofOptions, GroupsOptions, BudgetsOptions, ArrangingOptions, CoreOptions):
+    class ComposedOptions(
+        AnswersOptions, ArgumentsOptions, ProofOptions, GroupsOptions, BudgetsOptions, ArrangingOptions, CoreOptions
+    ):
         pass
 else:
 
@@ -35,6 +39,9 @@ logger = logging.get_logger(__name__)
 
 Arguments: TypeAlias = dict[str, Any]  # of TRL's trainers, by name
 
+# The values that a type allows, in words
+_ALLOWED: dict[object, str] = {bool: "`True` or `False`", int: "a whole number of at least {least}", NoneType: "`None`"}
+
 
 def silence() -> None:
     """Silence the deprecation warnings for the old names by which TRL still calls gradient checkpointing."""
@@ -43,28 +50,50 @@ def silence() -> None:
 
 def config_of(trainer_class: Any, arguments: Arguments) -> TrainingArguments:
     """The configuration among a trainer's arguments; by default one of ours, with TRL's default `output_dir`."""
-    trl_trainer, trl_config = trainer_class.trl_trainer, trainer_class.trl_config
+    trl_config = trainer_class.trl_config
     if (config := arguments.get("args")) is None:
         model = arguments["model"]
         name = model if isinstance(model, str) else get_config_model_id(model.config)
-        config = trainer_class.config_class(f"{name.split('/')[-1]}-{trl_trainer._name}")
+        config = trainer_class.config_class(f"{name.split('/')[-1]}-{trainer_class.trl_trainer._name}")
     if not isinstance(config, trl_config):
         raise ValueError(
             f"`args` is a {type(config).__name__}, and {trainer_class.__name__} takes a "
             f"{trainer_class.config_class.__name__}, or TRL's {trl_config.__name__}."
         )
     refuse_wrong_options(config)  # again: attributes may have been set since it was made
-    if trainer_class.__module__.startswith("trl_paddingfree."):  # user-defined trainers may know more words
-        for name in DOCUMENTED:
-            refuse_unknown_words(config, trl_config, name, trl_trainer)
     return config
 
 
 def refuse_wrong_options(config: Any) -> None:
-    """Refuse values that options cannot have, in a configuration of ours or of TRL's."""
+    """
+    Refuse values that our options cannot have, in a configuration of ours or of TRL's, and name those that they can.
+    What these are is said where [`~trl_paddingfree.core.trainers.options.option`] is.
+    """
+    values = vars(config)
     if isinstance(config, PaddingFreeOptions):
         config.check_values()
-    refuse_wrong_values(config, PaddingFreeOptions)
+    for name, hint in get_type_hints(PaddingFreeOptions, include_extras=True).items():
+        hint, least = get_args(hint) if get_origin(hint) is Annotated else (hint, 1)
+        kinds = _kinds(hint)
+        words = [kind for kind in kinds if isinstance(kind, str)]
+        # TRL's own configurations have only some of the options
+        if name not in values or not {*kinds} - {*words} <= _ALLOWED.keys():
+            continue
+        value = values[name]
+        expected = [f"one of {', '.join(map(repr, words))}"] if words else []
+        expected += [phrase.format(least=least) for kind, phrase in _ALLOWED.items() if kind in kinds]
+        kind = type(value) if value is None or isinstance(value, bool) else value
+        if isinstance(kind, Integral) and int(kind) >= least:
+            kind = int
+        if kind not in kinds:
+            meant = did_you_mean(str(value), words, f"{name}={{!r}}", 0.5)
+            raise ValueError(f"`{name}={value!r}` must be {' or '.join(expected)}.{meant}")
+
+
+def _kinds(hint: object) -> list[object]:
+    """The types and words that a type hint allows: a type, a union or a literal."""
+    members = get_args(hint)
+    return [kind for member in members for kind in _kinds(member)] if members else [hint]
 
 
 def given_datasets(arguments: Arguments) -> list[tuple[str, AnyDataset]]:
@@ -110,40 +139,3 @@ class PaddingFreeOptions(ComposedOptions):
         if isinstance(self, TrainingArguments):  # mixed in before one of TRL's configurations
             train_where_one_can(self)
             super().__post_init__()  # type: ignore[misc]
-
-
-@dataclass
-class PaddingFreeDPOConfig(PaddingFreeOptions, DPOConfig):
-    """TRL's [`~trl.DPOConfig`] with the [`PaddingFreeOptions`]."""
-
-
-@dataclass
-class PaddingFreeSFTConfig(PaddingFreeOptions, SFTConfig):
-    """TRL's [`~trl.SFTConfig`] with the [`PaddingFreeOptions`]. `prefix_sharing` defaults to `False`."""
-
-    prefix_sharing: bool = option(False, SHARING)
-
-
-@dataclass
-class PaddingFreeRewardConfig(PaddingFreeOptions, RewardConfig):
-    """TRL's [`~trl.RewardConfig`] with the [`PaddingFreeOptions`]."""
-
-
-@dataclass
-class PaddingFreeKTOConfig(PaddingFreeOptions, KTOConfig):
-    """TRL's [`~trl.KTOConfig`] with the [`PaddingFreeOptions`]."""
-
-
-@dataclass
-class PaddingFreeGRPOConfig(PaddingFreeOptions, GRPOConfig):
-    """TRL's [`~trl.GRPOConfig`] with the [`PaddingFreeOptions`]."""
-
-
-@dataclass
-class PaddingFreeRLOOConfig(PaddingFreeOptions, RLOOConfig):
-    """TRL's [`~trl.RLOOConfig`] with the [`PaddingFreeOptions`]."""
-
-
-@dataclass
-class PaddingFreeDistillationConfig(PaddingFreeOptions, DistillationConfig):
-    """TRL's [`~trl.DistillationConfig`] with the [`PaddingFreeOptions`]."""

@@ -1,6 +1,7 @@
 """DPO without padding."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from trl import DPOConfig, DPOTrainer
@@ -11,7 +12,7 @@ from ..data.lengths import truncated
 from ..data.task import Task
 from ..flat.batch import Inputs
 from .composed import CollatedTrainer
-from .configs import Arguments, PaddingFreeDPOConfig
+from .configs import Arguments, PaddingFreeOptions
 from .runtime import when_flat
 
 DPO = Task(
@@ -28,6 +29,11 @@ DPO = Task(
 def _coupled(losses: Sequence[str]) -> list[str]:
     """Those of the losses that couple examples: AOT sorts the micro-batch, and SFT is a mean over its tokens."""
     return [f"`loss_type='{name}'`" for name in losses if name in ("aot", "aot_unpaired", "sft")]
+
+
+@dataclass
+class PaddingFreeDPOConfig(PaddingFreeOptions, DPOConfig):
+    """TRL's [`~trl.DPOConfig`] with the [`PaddingFreeOptions`]."""
 
 
 class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
@@ -81,5 +87,5 @@ class PaddingFreeDPOTrainer(CollatedTrainer, DPOTrainer):
 
     @when_flat
     def compute_ref_log_probs(self, model, inputs):
-        self.flat.prove(self, model)
+        self.prove(model)
         return super().compute_ref_log_probs(model, inputs)

@@ -13,19 +13,6 @@ def zero_stage(accelerator: Accelerator) -> int:
     return 0 if plugin is None else plugin.zero_stage
 
 
-def is_sharded(accelerator: Accelerator) -> bool:
-    """Whether recomputing gathers weights from other processes, so that all must recompute equally many layers."""
-    return zero_stage(accelerator) == 3 or accelerator.distributed_type == DistributedType.FSDP
-
-
-def adds_up_shards(accelerator: Accelerator) -> bool:
-    """Whether each backward pass reduces and adds up gradient shards: FSDP, except FSDP1 with parameter offload."""
-    if accelerator.distributed_type != DistributedType.FSDP:
-        return False
-    plugin = accelerator.state.fsdp_plugin
-    return plugin.fsdp_version > 1 or not plugin.cpu_offload.offload_params
-
-
 def wants_compiled(accelerator: Accelerator) -> bool:
     """Whether `torch_compile=True` or the launcher asks for compiled code."""
     return accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
@@ -35,3 +22,8 @@ def base_of(accelerator: Accelerator, model: torch.nn.Module) -> PreTrainedModel
     """The transformers model under the wrappers of PEFT, DDP, DeepSpeed and torch.compile."""
     unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
     return unwrapped.get_base_model() if isinstance(unwrapped, PeftModel) else unwrapped  # type: ignore
+
+
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Whether recomputing gathers weights from other processes, so that all must recompute equally many layers."""
+    return zero_stage(accelerator) == 3 or accelerator.distributed_type == DistributedType.FSDP

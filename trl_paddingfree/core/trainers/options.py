@@ -1,9 +1,9 @@
-"""The options of the core, and how those of a capability join them: `configs.py` has the configurations with all."""
+"""The options of the core, and how those of a capability join them: `configs.py` joins them."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from ..model.attention import BackendName
+from ..model.backends import BackendName
 
 # A whole number of at least 0
 Count = Annotated[int, 0]

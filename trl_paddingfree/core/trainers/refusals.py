@@ -3,64 +3,34 @@
 import os
 from collections.abc import Iterable
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.parallelism_config import ParallelismConfig
 from datasets import IterableDataset
 from peft import PeftModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.utils import logging
 from trl import SFTConfig
 
 from .. import upstream
 from ..data.collate import FlatCollator
 from ..data.lengths import column_names
-from ..data.task import Task
 from ..model.adapters import why_padded, why_padded_by
 from ..model.flat_model import UNCOMPILED
 from .configs import Arguments, PaddingFreeOptions, given_datasets
-from .given_models import MODELS
-from .values import trains_nothing
 
 logger = logging.get_logger(__name__)
 
 
-# Arguments of trainers that take an object, and how one is made. Python reports a class in its place as a missing
-# attribute
-_INSTANCES = {
-    **dict.fromkeys((*MODELS, "processing_class"), ".from_pretrained(...)"),
-    **dict.fromkeys(("args", "data_collator", "peft_config", "quantization_config"), "(...)"),
-    **dict.fromkeys(("train_dataset", "eval_dataset"), ".from_list(...)"),
-}
+MODELS = ("model", "ref_model", "teacher_model")
 
 
-def refuse_classes(arguments: Arguments) -> None:
-    """Refuse classes in place of objects, and what is neither a model nor the name of one."""
-    for name, how in _INSTANCES.items():
-        if isinstance(value := arguments.get(name), type):
-            raise ValueError(
-                f"`{name}` is the class {value.__name__}, and not an object of it: pass `{value.__name__}{how}`."
-            )
-    for name in MODELS:
-        value = arguments.get(name)
-        if not isinstance(value, str | torch.nn.Module) and (value is not None or name == "model"):
-            wrong = f"is a {type(value).__name__}" if value is not None else "is `None`"
-            fix = f"pass `str({name})`" if isinstance(value, Path) else "pass a loaded model, or its name or folder"
-            raise ValueError(f"`{name}` {wrong}, and neither a model nor the name of one: {fix}.")
-
-
-def refuse_unflattenable(arguments: Arguments, task: Task, collator: type[FlatCollator]) -> None:
-    """
-    Refuse trainer arguments that rule out flat batches, which the class `collator` makes.
-    """
+def refuse_unflattenable(arguments: Arguments) -> None:
+    """Refuse trainer arguments that rule out flat batches."""
     config, model, peft_config = arguments["args"], arguments["model"], arguments.get("peft_config")
     if reason := why_padded_by(model.active_peft_config if isinstance(model, PeftModel) else peft_config):
         raise ValueError(f"{reason}, or set `padding_free=False`.")
-    given = arguments.get("data_collator")
-    if given is not None and not isinstance(given, collator):
-        refuse_collator(given, task, collator)
     parallelism = config.parallelism_config
     if parallelism is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
         parallelism = ParallelismConfig()  # from the environment of `accelerate launch`, as accelerate will make it
@@ -72,17 +42,6 @@ def refuse_unflattenable(arguments: Arguments, task: Task, collator: type[FlatCo
                 f"and a flat batch is not made of rows. Set `{name}=1`, and for DPO and SFT "
                 f"`sequence_parallel_size={size}` of this package, or set `padding_free=False`."
             )
-    refuse_no_folder(config.output_dir)
-    tokenizer: Any = arguments.get("processing_class")
-    if isinstance(tokenizer, ProcessorMixin):
-        tokenizer = tokenizer.tokenizer
-    # Not all of TRL's configurations have a `pad_token`
-    pads = given is None and vars(config).get("pad_token") is None and isinstance(tokenizer, PreTrainedTokenizerBase)
-    if pads and tokenizer.pad_token is tokenizer.eos_token is None:
-        raise ValueError(
-            f"The tokenizer ({type(tokenizer).__name__}) has neither a `pad_token` nor an `eos_token` to stand in for "
-            "it. Set `tokenizer.pad_token` to one of its tokens and pass it as `processing_class`."
-        )
     # With a stream, TRL itself handles `dispatch_batches`
     is_stream = isinstance(arguments.get("train_dataset"), IterableDataset)
     for option in ("split_batches",) if is_stream else ("dispatch_batches", "split_batches"):
@@ -91,11 +50,6 @@ def refuse_unflattenable(arguments: Arguments, task: Task, collator: type[FlatCo
                 f"`accelerator_config={{'{option}': True}}` cuts batches along their first dimension, which a flat "
                 f"batch does not have. Leave `{option}` out, or set `padding_free=False`."
             )
-    if trains_nothing(config):
-        logger.warning(
-            f"`num_train_epochs={config.num_train_epochs}` without `max_steps`: training ends before its first step, "
-            "as in TRL."
-        )
     if config.per_device_train_batch_size == 1 and isinstance(config, SFTConfig) and not config.packing:
         logger.warning(
             "`padding_free=True` with `per_device_train_batch_size=1`: there is next to nothing to gain, because a "
@@ -110,45 +64,16 @@ def is_ours(trainer_class: type, method: str) -> bool:
     return owner is None or owner.__module__.startswith("trl_paddingfree.")
 
 
-def refuse_no_folder(output_dir: str) -> None:
-    """Refuse an `output_dir` that is no folder and cannot become one, before models are loaded."""
-    if not output_dir:
-        raise ValueError(f"`output_dir={output_dir!r}` names no folder, and checkpoints go to one: name it.")
-    path = Path(output_dir)
-    there = next(each for each in (path, *path.absolute().parents) if each.exists() or each.is_symlink())
-    # Dangling links do not exist, and no folder can be made in their place
-    kind = "a link to nothing" if not there.exists() else "" if there.is_dir() else "a file"
-    if kind:
-        which = "is" if there == path else f"lies below {str(there)!r}, which is"
-        raise ValueError(f"`output_dir={output_dir!r}` {which} {kind}, and checkpoints go to a folder: name another.")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(
-            f"`output_dir={output_dir!r}` cannot be written to, because {str(there)!r} allows no writing: name another."
-        )
-
-
-def refuse_collator(given: object, task: Task, collator: type[FlatCollator]) -> None:
-    """Refuse a collator whose rows neither the class `collator` nor the task's `padded_collator` can make flat."""
-    takes_any = task.padded_collator is not None and collator is task.collator
-    if collator.flattens(given) or (takes_any and callable(given) and not isinstance(given, FlatCollator)):
-        return
+def refuse_collator(given: object, collator: type[FlatCollator]) -> None:
+    """Refuse a `given` collator, whose rows the class `collator` cannot make flat."""
     ours = collator.__module__ == "trl_paddingfree.core.data.collate"  # which the package exports
     name = f"`{'trl_paddingfree' if ours else collator.__module__}.{collator.__name__}`"
     trl = " or ".join(f"`{base.__name__}`" for base in collator.trl_collators())
-    either = f"TRL's {trl}, or from {name}," if trl and not takes_any else f"{name},"
+    either = f"TRL's {trl}, or from {name}," if collator.takes_subclasses else f"{name},"
     raise ValueError(
         f"`data_collator` is a {type(given).__name__}, and this trainer cannot make its batches flat. Leave it out, "
         f"pass one that derives from {either} or set `padding_free=False`."
     )
-
-
-def refuse_frozen(model: torch.nn.Module) -> None:
-    """Refuse to train a model of which no weight trains. It may have been frozen while the trainer was made."""
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(
-            "No weight of the model trains: all have `requires_grad=False`. Pass a `peft_config`, or call "
-            "`model.requires_grad_(True)`."
-        )
 
 
 def refuse_adapters(models: Iterable[torch.nn.Module]) -> None:
@@ -213,17 +138,6 @@ def warn_of_padding(trainer_class: Any, config: TrainingArguments) -> None:
     if idle:
         logger.warning(
             f"{trainer_class.__name__} {as_trl} `padding_free=False`, so these have no effect: {', '.join(idle)}."
-        )
-
-
-def warn_of_precision(in_force: str, config: TrainingArguments) -> None:
-    """Warn if `accelerate launch` overrides the precision that the configuration asks for."""
-    asked = "bf16" if config.bf16 else "fp16" if config.fp16 else "no"
-    if in_force != asked:
-        logger.warning(
-            f"Training runs with `mixed_precision={in_force!r}`, as `accelerate launch` was told (by its "
-            f"configuration or `--mixed_precision`), in spite of `bf16={config.bf16}, fp16={config.fp16}`. Change one "
-            "of them."
         )
 
 

@@ -3,30 +3,19 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
-from accelerate import Accelerator
 from transformers import PreTrainedConfig
 
-from ...capabilities import module_of, needed
-from .. import upstream
-from ..check.prove import UnprovenModelError
 from ..device import PeakMemory
 from ..flat.batch import Inputs
 from ..flat.counts import TokenCounts
 from ..model import architecture
-from ..model.casts import cast_inputs_once
 from ..model.flat_model import FlatModel
-from ..model.peers import Alone, Peers
 from ..model.routes import Route
 from .configs import PaddingFreeOptions
-from .engine import wants_compiled
-from .proving import Models, StartUpCheck
-from .refusals import refuse_adapters, warn_of_dropout
-
-if TYPE_CHECKING:
-    from .base import FlatTrainer
+from .proving import StartUpCheck
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Step = Callable[[Inputs], torch.Tensor]  # computes the loss of a micro-batch, and its gradients
@@ -40,15 +29,13 @@ AroundLoss = Callable[..., Any]
 @dataclass
 class Runtime:
     """
-    What this package keeps for one trainer, and how it starts: it proves the models. Only the first three fields are
-    set before TRL's `__init__` runs; those without a default are set while it is made.
+    What this package keeps for one trainer. Only the first three fields are set before TRL's `__init__` runs; those
+    without a default are set while it is made.
     """
 
     options: PaddingFreeOptions
     pads: bool = False  # whether the trainer pads as TRL's does: then no model is flat
     counts: TokenCounts = field(default_factory=TokenCounts)
-    compiler: dict[str, Any] | None = None  # how layers are compiled; `None`: they are not
-    peers: Peers = field(default_factory=Alone)  # the processes that compute batches together with this one
     check: StartUpCheck = field(init=False)
     models: list[FlatModel] = field(default_factory=list)  # the trained one first
     trained: FlatModel = field(init=False)  # the first of `models`
@@ -65,61 +52,6 @@ class Runtime:
         """How batches are computed: the first choice, until the check has proven one. `None` without `models`."""
         return self.trained.route if self.models else None
 
-    def place(self, accelerator: Accelerator) -> None:
-        """Take over what an `accelerator`, when it is made, says of the device, the compiler and the processes."""
-        self.peak_memory = PeakMemory(accelerator.device)
-        if not self.pads:
-            if wants_compiled(accelerator):
-                self.compiler = needed("compiled", "layers", "`torch_compile=True`").taken_from(accelerator)
-            loaders = accelerator.dataloader_config
-            loaders.dispatch_batches = bool(loaders.dispatch_batches)  # `None` would dispatch batches of streams
-
-    def start(self, trainer: "FlatTrainer") -> None:
-        """Prove the models of a `trainer`, and have them compute flat batches."""
-        refuse_adapters(trainer.flat_models())
-        self.check = trainer.make_check()
-        upstream.apply_liger(trainer.model, trainer.args)
-        cast_inputs_once(trainer.model, trainer.accelerator.device.type)
-        if (layers := module_of("compiled", "layers")) is not None:
-            for model in trainer.flat_models():  # those that an earlier trainer has compiled are eager again
-                layers.make_eager(trainer.flat_base(model))
-        with trainer.as_it_trains(trainer.args):
-            self.models = self.check.install(trainer.flat_models())
-        self.trained = self.models[0]
-        self._compile(trainer.flat_models(), proves=not self.check.unproven)
-        warn_of_dropout(self.trained.model, trainer.args)
-
-    def prove(self, trainer: "FlatTrainer", model: torch.nn.Module) -> None:
-        """Prove a model before it first computes anything, if it had no weights when the trainer was made."""
-        unproven = self.check.unproven
-        if not unproven or (base := trainer.flat_base(model)) not in unproven:
-            return
-        unproven.remove(base)
-        models = [model]
-        if base is self.trained.model:  # all others have their weights by now, too
-            unproven.clear()
-            models += trainer.flat_models()[1:]
-        chosen = self.trained.route
-        with trainer.as_it_trains(trainer.args):
-            proven = self.check.prove_all(models)
-        self._compile(models)
-        if chosen.prefix_sharing and not proven.prefix_sharing:
-            raise UnprovenModelError(
-                f"{type(self.trained.model).__name__} cannot share prefixes, which was found out after the first "
-                "batches were made: set `prefix_sharing=False`."
-            )
-
-    def _compile(self, models: Models, proves: bool = True) -> None:
-        """Compile the decoder layers of `models` if the accelerator has a compiler, and prove that they are exact."""
-        if self.compiler is None:
-            return
-        layers = module_of("compiled", "layers")
-        for model in models:
-            if (flat_model := FlatModel.of(self.check.base_of(model))) is not None:
-                if proves:
-                    self.check.prove_again([model], layers.compiled(flat_model, self.compiler))
-                layers.compile_layers(flat_model, self.compiler)
-
     def rotary_limits(self) -> dict[str, int]:
         """By `rope_type`: the row length from which rotary frequencies of a model depend on the longest row."""
         return architecture.rotary_limits(*self._text_configs())
@@ -134,7 +66,7 @@ class Runtime:
     @property
     def highest_peak(self) -> int:
         """Peak bytes in use so far, the highest of any process that computes the same batches."""
-        return int(self.peers.largest([self.peak_memory.highest])[0])
+        return int(self.trained.peers.largest([self.peak_memory.highest])[0])
 
 
 def when_flat(method: Method) -> Method:

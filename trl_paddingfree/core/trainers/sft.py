@@ -1,23 +1,20 @@
 """SFT without padding."""
 
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from transformers.trainer_pt_utils import LabelSmoother
 from trl import SFTConfig, SFTTrainer
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from .. import upstream
 from ..data.collate import FlatCollator, LanguageModelingCollator
-from ..data.padded import PaddedRowsCollator
 from ..data.task import Task
 from ..flat.batch import IGNORE_INDEX, Inputs
-from ..model.architecture import counts_by_mask
-from ..model.mixers import mixers
 from ..model.restored import attributes_set
 from .composed import CollatedTrainer
-from .configs import Arguments, PaddingFreeSFTConfig
+from .configs import Arguments, PaddingFreeOptions
+from .options import SHARING, option
 from .runtime import when_flat
 
 SFT = Task(
@@ -29,8 +26,14 @@ SFT = Task(
     reads=("messages", "conversations", "completion", "seq_lengths", "completion_mask", "assistant_masks"),
     collator=LanguageModelingCollator,
     prepare=upstream.preparation(SFTTrainer, SFTConfig, False, None, chat_template=None),  # no packing, no formatting
-    padded_collator=PaddedRowsCollator,
 )
+
+
+@dataclass
+class PaddingFreeSFTConfig(PaddingFreeOptions, SFTConfig):
+    """TRL's [`~trl.SFTConfig`] with the [`PaddingFreeOptions`]. `prefix_sharing` defaults to `False`."""
+
+    prefix_sharing: bool = option(False, SHARING)
 
 
 class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
@@ -59,13 +62,6 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
     config_class = PaddingFreeSFTConfig
     takes_sequence_parallel = True
     trains_language_models = True
-
-    def flat_collator_of(self, collator: Any) -> FlatCollator:
-        if self._is_vision_dataset or type(collator) is DataCollatorForLanguageModeling:
-            return super().flat_collator_of(collator)
-        model = self.flat_base(self.model)
-        counts, carries = counts_by_mask(model), mixers().found(model)
-        return PaddedRowsCollator(collate=collator, counts_by_mask=counts, carries_state=carries)
 
     def _flat_collator(self) -> FlatCollator:
         collator = super()._flat_collator()

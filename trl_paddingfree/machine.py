@@ -5,7 +5,7 @@ import platform
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
-from ... import __version__
+from . import __version__
 
 _PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "numpy")
 _OPTIONAL = ("flash-attn", "flash-attn-3", "kernels", "liger-kernel", "bitsandbytes", "deepspeed", "matplotlib")
@@ -67,7 +67,7 @@ def hardware() -> dict[str, object]:
         "gpus": gpus,
         "attention": {
             "flash": flash or "no flash attention package installed",
-            # The rule of `core/model/attention.py`, which takes seconds to import
+            # The rule of `core/model/kernels.py`, which takes seconds to import
             "varlen": "from compute capability 8.0 on" if kind == "cuda" else "needs a CUDA GPU",
             "segment": "yes",
             "mask": "yes",

@@ -1,24 +1,20 @@
 """
-What values the options of a configuration can have, ours and TRL's. Wrong ones are refused when it is made: TRL and
-PyTorch would fail on them minutes later, or train on nonsense.
+What values TRL's options can have. Wrong ones are refused when a configuration is made: TRL and PyTorch would fail on
+them minutes later, or train on nonsense.
 """
 
 import inspect
-import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from enum import Enum
-from numbers import Integral
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from torch.utils.checkpoint import checkpoint
 
-from ..spelling import did_you_mean
+from ..core.spelling import did_you_mean
 
-# The values that a type allows, in words
-_ALLOWED: dict[object, str] = {bool: "`True` or `False`", int: "a whole number of at least {least}", NoneType: "`None`"}
 # Ranges of numbers, in words, and the options that have to lie in them. TRL and transformers take any number. Below
 # zero, `beta` and weights of a loss turn it around: the model learns what it should not, and logs that it does well
 _RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
@@ -76,8 +72,9 @@ def documented_words(config_class: type, name: str) -> list[str]:
     return []
 
 
-def refuse_unknown_words(config: Any, config_class: type, name: str, trl_trainer: Any) -> None:
+def refuse_unknown_words(config: Any, trainer_class: Any, name: str) -> None:
     """Refuse words of an option that TRL's trainer does not know: it would say so once it computes its first loss."""
+    trl_trainer, config_class = trainer_class.trl_trainer, trainer_class.trl_config
     given, known = vars(config).get(name), documented_words(config_class, name)
     if given == [] and name == "loss_type":
         raise ValueError(f"`{name}=[]` has no loss: name at least one of {', '.join(map(repr, known))}.")
@@ -91,13 +88,14 @@ def refuse_unknown_words(config: Any, config_class: type, name: str, trl_trainer
             )
 
 
-def refuse_wrong_values(config: Any, options: type) -> None:
-    """
-    Refuse values that the options of a configuration, ours or TRL's, cannot have, and name those that they can.
-    `options` is the class of our options. What these allow is said where
-    [`~trl_paddingfree.core.trainers.options.option`] is.
-    """
-    _refuse_kinds(config, options)
+def words_of(config_classes: Sequence[type]) -> dict[str, list[str]]:
+    """By option, the words that the documentation of these configurations lists, if the option takes no other value."""
+    names = (name for name in DOCUMENTED if name != "scale_rewards")  # which may also be a truth value
+    return {name: [word for config in config_classes for word in documented_words(config, name)] for name in names}
+
+
+def refuse_wrong_values(config: Any) -> None:
+    """Refuse values that the options of a configuration, ours or TRL's, cannot have, and name those that they can."""
     _refuse_types(config)
     values = vars(config)
     for phrase, holds, names in _RANGES:
@@ -117,38 +115,6 @@ def refuse_wrong_values(config: Any, options: type) -> None:
             raise ValueError(f"`gradient_checkpointing_kwargs` has `{name}`, which checkpoints do not know.{meant}")
 
 
-def trains_nothing(config: Any) -> bool:
-    """Whether training ends before its first step."""
-    return config.max_steps <= 0 and not math.ceil(config.num_train_epochs)
-
-
-def _refuse_kinds(config: Any, options: type) -> None:
-    """Refuse values that the annotations of our options rule out."""
-    values = vars(config)
-    for name, hint in get_type_hints(options, include_extras=True).items():
-        hint, least = get_args(hint) if get_origin(hint) is Annotated else (hint, 1)
-        kinds = _kinds(hint)
-        words = [kind for kind in kinds if isinstance(kind, str)]
-        # TRL's own configurations have only some of the options
-        if name not in values or not {*kinds} - {*words} <= _ALLOWED.keys():
-            continue
-        value = values[name]
-        expected = [f"one of {', '.join(map(repr, words))}"] if words else []
-        expected += [phrase.format(least=least) for kind, phrase in _ALLOWED.items() if kind in kinds]
-        kind = type(value) if value is None or isinstance(value, bool) else value
-        if isinstance(kind, Integral) and int(kind) >= least:
-            kind = int
-        if kind not in kinds:
-            meant = did_you_mean(str(value), words, f"{name}={{!r}}", 0.5)
-            raise ValueError(f"`{name}={value!r}` must be {' or '.join(expected)}.{meant}")
-
-
-def _kinds(hint: object) -> list[object]:
-    """The types and words that a type hint allows: a type, a union or a literal."""
-    members = get_args(hint)
-    return [kind for member in members for kind in _kinds(member)] if members else [hint]
-
-
 def _refuse_types(config: Any) -> None:
     """
     Refuse strings where an option takes a number or a truth value, fractions where it counts, truth values and unknown
@@ -160,7 +126,11 @@ def _refuse_types(config: Any) -> None:
         hints = get_type_hints(type(config))
     except NameError:  # a subclass of the user's, whose annotations name what its module does not have
         return
+    classes = [cls for cls in type(config).__mro__ if cls.__module__.startswith("trl_paddingfree.")]
+    ours = {name for cls in classes for name in vars(cls).get("__annotations__", ())}  # the core checks their values
     for name, hint in hints.items():
+        if name in ours:
+            continue
         value, members = values.get(name), {*get_args(hint)} if get_origin(hint) in (Union, UnionType) else {hint}
         words = [each.value for kind in members if isinstance(kind, type) and issubclass(kind, Enum) for each in kind]
         if words and isinstance(value, str | bool) and not isinstance(value, Enum) and value not in words:

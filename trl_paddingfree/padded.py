@@ -1,15 +1,35 @@
-"""Padded rows that others made: which of them a flat batch can hold."""
+"""Rows that others have padded: which of them a flat batch can hold, and how these become flat."""
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from .batch import IGNORE_INDEX, FlatBatch
+from .core.flat.batch import IGNORE_INDEX, FlatBatch
 
 # Rows are compared by numbers that hold a token id (low bits) and how many positions were skipped before it in its row
 _TOKEN_BITS = 32
 _TOKEN = 2**_TOKEN_BITS - 1
+
+
+def row_starts(attention_mask: torch.Tensor) -> torch.Tensor:
+    """`(R,)` int64: where each row of an `(R, L)` mask begins. Padding between the tokens of a row is refused."""
+    mask = (attention_mask != 0).int()
+    begins = torch.nn.functional.pad(mask, (1, 0)).diff() > 0
+    gaps = begins.sum(1) > 1
+    if gaps.any():
+        raise ValueError(
+            f"Row {int(gaps.int().argmax())} of `attention_mask` has padding between its tokens, and a flat batch "
+            "has no place for it: pad rows only on the left and on the right, or set `padding_free=False`."
+        )
+    return mask.argmax(1)
+
+
+def counts_by_mask(model: torch.nn.Module) -> bool:
+    """Whether positions, if not given, are counted from the first token of a row (as in OPT), not by column."""
+    embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    return any("attention_mask" in inspect.signature(x.forward).parameters for x in embeddings)
 
 
 def default_positions(attention_mask: torch.Tensor, by_mask: bool) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from reprlib import repr as short
 
-from .lengths import Example
+from .core.data.lengths import Example
 
 
 def message_problem(text: object) -> str:

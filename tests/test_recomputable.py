@@ -3,7 +3,7 @@
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tests.helpers.architectures import tiny_model
-from trl_paddingfree.core.model.architecture import recomputable_layers, recompute_first
+from trl_paddingfree.recomputable import recomputable_layers, recompute_first
 
 
 def test_layers_within_layers_recompute_with_them():

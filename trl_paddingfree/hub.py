@@ -1,4 +1,4 @@
-"""Whether what is asked for by a name can be had from the hub. Imports next to nothing: commands answer at once."""
+"""Whether what is asked for by a name can be had, from the hub or a file. Imports little: commands answer at once."""
 
 import re
 from pathlib import Path
@@ -57,3 +57,14 @@ def _refuse_unless_reached(what: str) -> None:
             reason = f"{address.hostname} cannot be reached ({error})"
     if reason:
         raise OSError(f"{what} is not a file or folder here, nor in the cache of the hub, and {reason}.")
+
+
+def why_unreadable(file: Path) -> str:
+    """Why the tensors of a safetensors file cannot be loaded, as its header tells; empty if they can."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt"):
+            return ""
+    except (OSError, SafetensorError) as error:
+        return f"{type(error).__name__}: {error}"

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 import transformers
 from peft import PeftModel
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..hub import refuse_unreachable
-from .configs import Arguments
+from ..core.trainers.configs import Arguments
+from ..hub import refuse_unreachable, why_unreadable
 
 # Arguments that are models, with the options that say how one is loaded if only its name is given
-MODELS = {
+_LOADED_BY = {
     "model": "model_init_kwargs",
     "ref_model": "model_init_kwargs",
     "teacher_model": "teacher_model_init_kwargs",
@@ -31,7 +30,7 @@ def refuse_unusable(arguments: Arguments, trains: str = "") -> None:
     Refuse models without weights, in damaged files or that are nowhere. With `trains`, the name of a trainer of
     language models, also those without a head for text.
     """
-    for name, option in MODELS.items():
+    for name, option in _LOADED_BY.items():
         value = arguments.get(name)
         if isinstance(value, torch.nn.Module):
             _refuse_weightless(value, name)
@@ -42,15 +41,6 @@ def refuse_unusable(arguments: Arguments, trains: str = "") -> None:
             kwargs = vars(arguments["args"]).get(option) or {}
             if isinstance(kwargs, dict) and _ELSEWHERE.isdisjoint(kwargs):
                 _refuse_named(value, f"`{name}={value!r}`", kwargs, trains)
-
-
-def why_unreadable(file: Path) -> str:
-    """Why the tensors of a safetensors file cannot be loaded, as its header tells; empty if they can."""
-    try:
-        with safe_open(file, framework="pt"):
-            return ""
-    except (OSError, SafetensorError) as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def _refuse_weightless(model: torch.nn.Module, name: str) -> None:
@@ -95,3 +85,12 @@ def _refuse_named(name: str, what: str, kwargs: dict[str, Any], trains: str) -> 
         found = getattr(transformers, architecture, None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel) and not found.can_generate():
             raise _headless(what, found, trains)
+
+
+def refuse_frozen(model: torch.nn.Module) -> None:
+    """Refuse to train a model of which no weight trains. It may have been frozen while the trainer was made."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            "No weight of the model trains: all have `requires_grad=False`. Pass a `peft_config`, or call "
+            "`model.requires_grad_(True)`."
+        )

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trl_paddingfree.core.check import machine
+from trl_paddingfree import machine
 
 GIB = 2**30
 H200 = {"name": "H200", "total_memory": 139 * GIB, "major": 9, "minor": 0}

@@ -1,4 +1,4 @@
-"""A collator that makes the padded rows of others flat."""
+"""A collator that makes the padded rows of another one flat."""
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs, row_starts
-from ..flat.padded import default_positions, flattened_at, jumps, scores_padding
-from .collate import FlatCollator, Make
-from .lengths import Example
-from .rows import CollatedRows
+from ..core.data.collate import FlatCollator
+from ..core.data.lengths import Example
+from ..core.data.rows import CollatedRows, Make
+from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
+from ..padded import default_positions, flattened_at, jumps, row_starts, scores_padding
 
 # Where the documents of rows without padding begin, for kernels: the same as their `position_ids` say
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -45,7 +45,7 @@ class PaddedRowsCollator(FlatCollator):
             Whether layers of the model hand a state on from token to token, and so from padding on the left to a row.
 
     >>> from transformers import default_data_collator
-    >>> from trl_paddingfree.core.data.padded import PaddedRowsCollator
+    >>> from trl_paddingfree.own_collators.collate import PaddedRowsCollator
     >>> collator = PaddedRowsCollator(collate=default_data_collator, padding_free=True)
     >>> first = {"input_ids": [0, 0, 1, 2], "attention_mask": [0, 0, 1, 1], "labels": [-100, -100, -100, 2]}
     >>> second = {"input_ids": [3, 4, 5, 0], "attention_mask": [1, 1, 1, 0], "labels": [-100, 4, 5, -100]}

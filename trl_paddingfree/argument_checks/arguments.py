@@ -1,0 +1,90 @@
+"""Arguments of a trainer that it would fail on after models and data are loaded."""
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from transformers.utils import logging
+
+from ..core.trainers.configs import Arguments
+from ..core.trainers.refusals import MODELS
+
+logger = logging.get_logger(__name__)
+
+# Arguments of trainers that take an object, and how one is made. Python reports a class in its place as a missing
+# attribute
+_INSTANCES = {
+    **dict.fromkeys((*MODELS, "processing_class"), ".from_pretrained(...)"),
+    **dict.fromkeys(("args", "data_collator", "peft_config", "quantization_config"), "(...)"),
+    **dict.fromkeys(("train_dataset", "eval_dataset"), ".from_list(...)"),
+}
+
+
+def refuse_classes(arguments: Arguments) -> None:
+    """Refuse classes in place of objects, and what is neither a model nor the name of one."""
+    for name, how in _INSTANCES.items():
+        if isinstance(value := arguments.get(name), type):
+            raise ValueError(
+                f"`{name}` is the class {value.__name__}, and not an object of it: pass `{value.__name__}{how}`."
+            )
+    for name in MODELS:
+        value = arguments.get(name)
+        if not isinstance(value, str | torch.nn.Module) and (value is not None or name == "model"):
+            wrong = f"is a {type(value).__name__}" if value is not None else "is `None`"
+            fix = f"pass `str({name})`" if isinstance(value, Path) else "pass a loaded model, or its name or folder"
+            raise ValueError(f"`{name}` {wrong}, and neither a model nor the name of one: {fix}.")
+
+
+def refuse_no_folder(output_dir: str) -> None:
+    """Refuse an `output_dir` that is no folder and cannot become one, before models are loaded."""
+    if not output_dir:
+        raise ValueError(f"`output_dir={output_dir!r}` names no folder, and checkpoints go to one: name it.")
+    path = Path(output_dir)
+    there = next(each for each in (path, *path.absolute().parents) if each.exists() or each.is_symlink())
+    # Dangling links do not exist, and no folder can be made in their place
+    kind = "a link to nothing" if not there.exists() else "" if there.is_dir() else "a file"
+    if kind:
+        which = "is" if there == path else f"lies below {str(there)!r}, which is"
+        raise ValueError(f"`output_dir={output_dir!r}` {which} {kind}, and checkpoints go to a folder: name another.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"`output_dir={output_dir!r}` cannot be written to, because {str(there)!r} allows no writing: name another."
+        )
+
+
+def refuse_no_padding_token(arguments: Arguments) -> None:
+    """Refuse a tokenizer that has no token to pad with, unless a collator was given, which may need none."""
+    tokenizer: Any = arguments.get("processing_class")
+    if isinstance(tokenizer, ProcessorMixin):
+        tokenizer = tokenizer.tokenizer
+    if arguments.get("data_collator") is not None or not isinstance(tokenizer, PreTrainedTokenizerBase):
+        return
+    # Not all of TRL's configurations have a `pad_token`
+    if vars(arguments["args"]).get("pad_token") is None and tokenizer.pad_token is tokenizer.eos_token is None:
+        raise ValueError(
+            f"The tokenizer ({type(tokenizer).__name__}) has neither a `pad_token` nor an `eos_token` to stand in for "
+            "it. Set `tokenizer.pad_token` to one of its tokens and pass it as `processing_class`."
+        )
+
+
+def warn_of_precision(in_force: str, config: TrainingArguments) -> None:
+    """Warn if `accelerate launch` overrides the precision that the configuration asks for."""
+    asked = "bf16" if config.bf16 else "fp16" if config.fp16 else "no"
+    if in_force != asked:
+        logger.warning(
+            f"Training runs with `mixed_precision={in_force!r}`, as `accelerate launch` was told (by its "
+            f"configuration or `--mixed_precision`), in spite of `bf16={config.bf16}, fp16={config.fp16}`. Change one "
+            "of them."
+        )
+
+
+def warn_of_no_steps(config: TrainingArguments) -> None:
+    """Warn if training ends before its first step."""
+    if config.max_steps <= 0 and not math.ceil(config.num_train_epochs):
+        logger.warning(
+            f"`num_train_epochs={config.num_train_epochs}` without `max_steps`: training ends before its first step, "
+            "as in TRL."
+        )

@@ -1,0 +1,1 @@
+"""Collators of one's own, and of others, that pad: SFT takes any."""
