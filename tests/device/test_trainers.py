@@ -1,11 +1,13 @@
 """Every trainer computes on another device what it computes on the CPU, whichever option moves its data."""
 
+import gc
 import re
 from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import TrainerCallback
 
 from tests import pretend_device
@@ -31,6 +33,7 @@ from tests.runs import TOLERANCE as AS_PADDED
 from trl_paddingfree import split_turns
 from trl_paddingfree.budgets.planner import CORRECTED, MemoryPlanner
 from trl_paddingfree.core.device import GIB
+from trl_paddingfree.core.trainers.proving import StartUpCheck
 from trl_paddingfree.slices import decoder as slices
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
@@ -273,3 +276,29 @@ def test_a_random_draw_trains_the_same_or_is_refused_in_the_same_words(seed):
             outcome()
     else:
         assert_as_on_cpu(outcome)
+
+
+# --- the start-up check -----------------------------------------------------------------------------------------------
+
+
+def test_the_check_takes_less_than_a_step_of_as_many_tokens(monkeypatch):
+    """Most of what a step takes are logits, of all tokens: the check has the head compute few tokens at a time."""
+    peaks, memory, prove_all = [], pretend_device.memory, StartUpCheck.prove_all
+
+    def measured(run):
+        gc.collect()
+        memory.reset_peak()
+        before = memory.allocated
+        found = run()
+        peaks.append(memory.peak - before)
+        return found
+
+    monkeypatch.setattr(StartUpCheck, "prove_all", lambda *args: measured(lambda: prove_all(*args)))
+    model = make_model(vocab_size=4_000, hidden_size=64, max_position_embeddings=2048)
+    rows = Dataset.from_dict({"input_ids": torch.randint(5, 69, (24, 100)).tolist()})
+    options = {"per_device_train_batch_size": 24, "optim": "sgd", "steps": 1}
+    given = {**arguments("sft", False), "model": model, "train_dataset": rows}
+    measured(make_trainer("sft", "flat", **given, **options).train)
+    of_check, of_step = peaks
+    # Beside the layers of 2,432 tokens, as many as the step has, the head gets 515 at a time. It got all: 1.0 of a step
+    assert of_check < 0.4 * of_step

@@ -24,6 +24,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..flat.batch import FlatBatch, Inputs
+from ..flat.schedule import Schedule
 from ..model import architecture
 from ..model.flat_model import FlatModel
 from ..model.forward import is_pooled
@@ -257,6 +258,10 @@ class RowsInTraining:
                 return {f"answers on {where}": torch.cat([log_probs[i, : n - 1] for i, n in order])}
 
             inputs = probe.row_inputs(self.model, [self.rows[i][:n] for i, n in order], prefix_sharing=False)
+            if not is_sharded(self.model):  # then each call of the head gathers its weights
+                # Logits of all these tokens would take more than anything else
+                schedule = Schedule(head_chunk=self.length)
+                inputs["flat_batch"] = replace(inputs["flat_batch"], schedule=schedule)
             found = None
             if order is cuts and self.trains and limit <= self.differentiates:
                 try:
