@@ -5,6 +5,7 @@ import json
 import os
 import random
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -15,6 +16,7 @@ from accelerate import DistributedType
 from accelerate.state import AcceleratorState
 from datasets import Dataset, load_from_disk
 from peft import LoraConfig
+from transformers import TrainerCallback
 
 from tests.helpers.tiny import conversations, preference_data
 from tests.helpers.vision import vision_messages, vision_pairs
@@ -25,7 +27,7 @@ from trl_paddingfree.registry import TRAINERS
 TIMEOUT = 360  # seconds for importing, and for each run: compiling takes one a minute on a quiet machine
 # Options of these runs, beside those of trainers: what they train on, and what happens to it
 OWN = ("lora", "resume", "fail_on_rank", "evaluate", "images", "tokens_in_memory")
-OWN += ("on_disk", "unscored", "streams", "differs", "leaks", "answers")
+OWN += ("on_disk", "unscored", "streams", "differs", "leaks", "leaks_on_rank", "answers")
 
 
 def tokens_to_score_in_every_second_pair() -> Dataset:
@@ -58,6 +60,17 @@ def run(task: str, model: str, folder: str | Path, options: dict) -> None:
     if refused:
         Path(f"{output}.{torch.distributed.get_rank()}").write_text(json.dumps(said))
         output.write_text(json.dumps({"log": []}))  # by all of them: none may come before another has trained
+
+
+class LeaksLater(TrainerCallback):
+    """From the second step on, long after any check, tokens of a flat row see the ones before theirs in a layer."""
+
+    def __init__(self, layer: torch.nn.Module):
+        self.layer = layer
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            self.layer.register_forward_hook(lambda layer, given, hidden: hidden + hidden.roll(1, dims=1))
 
 
 def train(task: str, model: str, output: Path, settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +120,8 @@ def train(task: str, model: str, output: Path, settings: dict, monkeypatch: pyte
         last = trainer.flat_base(trainer.model).get_decoder().layers[-1]
         last.register_forward_hook(lambda layer, given, hidden: hidden + hidden.roll(1, dims=1))
     args = trainer.args
+    if args.process_index == own.leaks_on_rank:
+        trainer.add_callback(LeaksLater(trainer.flat_base(trainer.model).get_decoder().layers[-1]))
     if args.process_index == own.fail_on_rank:  # in the second step
         outcomes = [mock.DEFAULT, RuntimeError("this process fails on purpose")]
         trainer.training_step = mock.Mock(wraps=trainer.training_step, side_effect=outcomes)
@@ -121,6 +136,7 @@ def train(task: str, model: str, output: Path, settings: dict, monkeypatch: pyte
         engine = trainer.accelerator.distributed_type.value
         result = {"log": trainer.state.log_history, "world": args.world_size, "engine": engine}
         result["folder"] = args.output_dir
+        result["looks"] = vars(trainer).get("_looks") and asdict(trainer._looks.found)
         result["without_sync"] = trainer.accelerator.no_sync.call_count
         output.write_text(json.dumps(result))
     trainer.accelerator.wait_for_everyone()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 
 from tests.helpers.tiny import DATA, arguments, following_rotary, make_model, preference_data
 from tests.runs import make_trainer, train
@@ -78,6 +79,12 @@ def test_looks_leave_no_trace_whatever_the_options(task, given):
     assert looks.number
     assert looks.largest_error < ROUNDING
     assert all("in slices" in reason for reason in looks.not_compared)
+
+
+def test_rows_of_one_token_have_no_answers():
+    data = Dataset.from_list([{"input_ids": [i]} for i in range(5, 13)])
+    run = trained("sft", 1, steps=1, train_dataset=data, **arguments("sft", adapters=False))
+    assert run.trainer._looks.found.not_compared == []
 
 
 def test_it_looks_at_the_first_micro_batch_and_every_so_many_steps():

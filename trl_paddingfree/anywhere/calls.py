@@ -54,6 +54,8 @@ class PaddedCalls(PaddedRows):
         self.has_logits_alone = not flat_model.is_pooled
         self.of_head: tuple[Inputs, FlatBatch] | None = None  # the head's current call, for the backbone beneath it
         self.lock = _Lock()  # one call at a time: hooks pass the batch to the model
+        # Gets each call that is computed flat before it is: what computes it as before and flat, its inputs and rows
+        self.looks: Callable[..., None] | None = None
 
     @classmethod
     def install(cls, flat_model: FlatModel) -> "PaddedCalls":
@@ -120,11 +122,18 @@ class PaddedCalls(PaddedRows):
             return None
         if not wants(self.model.config, inputs, "return_dict") or self._wants(inputs, "output_router_logits"):
             return None
-        own = self.flat_model.begin_pass(batch)
-        with self.aside(), self._computing(batch), flat_backbone(self.flat_model, own, None, calls_decoder=True):
-            outputs = forward(**flat_inputs(self.flat_model, own, _without_rows(inputs)))
+        if self.looks is not None:
+            self.looks(forward, self._logits_of, inputs, batch)
+        with self._computing(batch):
+            outputs = self._logits_of(forward, inputs, self.flat_model.begin_pass(batch), in_rows=False)
         self.has_logits_alone = isinstance(outputs, ModelOutput) and {*outputs} - STATES == {"logits"}
         return type(outputs)(logits=batch.tokens_to_rows(outputs.logits)) if self.has_logits_alone else None
+
+    def _logits_of(self, forward: Callable, inputs: Inputs, own: FlatBatch, in_rows: bool = True) -> Any:
+        """What a head answers for flat tokens, or its logits in rows."""
+        with self.aside(), flat_backbone(self.flat_model, own, None, calls_decoder=True):
+            outputs = forward(**flat_inputs(self.flat_model, own, _without_rows(inputs)))
+        return (own.tokens_to_rows(outputs.logits),) if in_rows else outputs
 
     @torch.compiler.disable(reason=NOT_TRACED)
     def of_backbone(self, forward: Callable, args: tuple, kwargs: Inputs) -> object:
@@ -135,18 +144,28 @@ class PaddedCalls(PaddedRows):
     def _of_backbone(self, forward: Callable, args: tuple, kwargs: Inputs) -> object:
         inputs = by_name(forward, args, kwargs)
         batch, padding = self._handed_on(inputs) if self.of_head else self._flattened(inputs)
-        with self.aside():
-            if batch is None:
+        if batch is None:
+            with self.aside():
                 return self._watched(forward(*args, **kwargs), padding, is_flat=False)
-            own = self.flat_model.begin_pass(batch)
-            with self._computing(batch), layout_arguments(self.flat_model, own) as arguments:
-                outputs = forward(**flat_inputs(self.flat_model, batch, _without_rows(inputs)) | arguments)
+        if self.looks is not None:
+            self.looks(forward, self._states_of, inputs, batch)
+        with self._computing(batch):
+            outputs = self._outputs_of(forward, inputs, self.flat_model.begin_pass(batch))
         if isinstance(outputs, tuple):  # asked for by `return_dict=False`
             outputs = self._in_rows(batch, "tuple", outputs)
         else:
             in_rows = {name: self._in_rows(batch, name, x) for name, x in outputs.items() if name not in STATES}
             outputs = type(outputs)(**in_rows)
         return self._watched(outputs, padding, is_flat=True)
+
+    def _outputs_of(self, forward: Callable, inputs: Inputs, own: FlatBatch) -> Any:
+        """What a backbone answers for flat tokens."""
+        with self.aside(), layout_arguments(self.flat_model, own) as arguments:
+            return forward(**flat_inputs(self.flat_model, own, _without_rows(inputs)) | arguments)
+
+    def _states_of(self, forward: Callable, inputs: Inputs, own: FlatBatch) -> tuple[torch.Tensor]:
+        """The hidden states that a backbone answers with, in rows."""
+        return (own.tokens_to_rows(self._outputs_of(forward, inputs, own)[0]),)
 
     def _handed_on(self, inputs: Inputs) -> tuple[FlatBatch | None, torch.Tensor | None]:
         """The flat batch of a backbone's call within that of a head, which may have changed the rows it passes on."""

@@ -50,10 +50,19 @@ _LEAST = 0.01
 # Answers that are compared, or are no part of rows, in other ways
 _JUDGED = {*STATES, "logits", "aux_loss"}
 
+# Every how many training calls are looked at by default
+EVERY = 250
+
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 
-def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True, torch_compile: bool = False) -> Model:
+def padding_free(
+    model: Model,
+    check: bool = True,
+    prefix_sharing: bool = True,
+    torch_compile: bool = False,
+    check_steps: int = EVERY,
+) -> Model:
     """
     Have a model compute padded rows without their padding, in any trainer or loop.
 
@@ -73,12 +82,17 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True, 
         torch_compile (`bool`, *optional*, defaults to `False`):
             Whether to compile decoder layers for flat calls, each kind of layer once. Set it here rather than in the
             trainer, which would compile the whole model in pieces.
+        check_steps (`int`, *optional*, defaults to 250):
+            Every how many training calls the rows of a call go through the model one by one, too, before it is
+            computed: answers and gradients must be those of the flat call. The first one always is. 0, or
+            `check=False`: none. `FlatModel.of(model).padded.looks.found` says what was compared.
 
     Returns:
         `model` itself; what is within it if it came from `torch.compile`.
 
     Raises:
         [`UnprovenModelError`]: The model computes a flat batch differently from its rows one by one.
+            So does a training call that `check_steps` looks at.
         `TypeError`, `ValueError`: `model` is not a transformers model, or no route can serve it.
 
     >>> from trl_paddingfree import FlatModel, padding_free
@@ -102,6 +116,10 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True, 
         raise ValueError(
             f"{type(base).__name__} is a backbone without a head: call `padding_free` with the whole model."
         )
+    if isinstance(check_steps, bool) or not isinstance(check_steps, int) or check_steps < 0:
+        raise ValueError(f"`check_steps={check_steps!r}`: give a number of training calls, or 0 to look at none.")
+    folder = "proof", "calls"
+    looks = module_of(*folder) if check_steps == EVERY else needed(*folder, f"`check_steps={check_steps}`")
     folder = "compiled", "layers"
     layers = needed(*folder, "`torch_compile=True`") if torch_compile else module_of(*folder)
     if layers is not None:
@@ -117,6 +135,7 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True, 
         record = None
     flat = FlatModel.install(base, route if record is None else record.results[0].route)
     calls = PaddedCalls.install(flat)
+    calls.looks = None
     if not check:
         if torch_compile:
             layers.compile_layers(flat, {})
@@ -146,6 +165,8 @@ def padding_free(model: Model, check: bool = True, prefix_sharing: bool = True, 
         if isinstance(error, UnprovenModelError):  # its message names the option of the trainers
             raise UnprovenModelError(str(error).replace("Set `padding_free=False`", "Leave the call out")) from None
         raise
+    if looks is not None and check_steps:
+        calls.looks = looks.LooksAtCalls(flat, check_steps)
     missing = [*result.not_compared, *(f"`{name}` of the answers was not compared" for name in unknown)]
     verdict = "exact as far as it was compared" if missing else "exact"
     where = f"{type(base).__name__} on {base.device.type} in {compute_dtype(base)}".replace("torch.", "")

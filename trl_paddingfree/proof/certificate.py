@@ -1,9 +1,15 @@
 """What looks have found so far, as the log, the trainer's state and the model card say it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
 
 from ..core.model.flat_model import FlatModel
 from .look import Looked
+
+OfAll: TypeAlias = Callable[[list[float]], torch.Tensor]
 
 
 @dataclass
@@ -32,15 +38,25 @@ class Certificate:
     doubts: int = 0
     not_compared: list[str] = field(default_factory=list)
 
-    def count(self, rows: int, tokens: int, left_out: int, error: float, doubts: int) -> None:
-        """Count one look, of all processes."""
+    def add(self, looked: Looked, of_all: OfAll = lambda numbers: torch.tensor([numbers])) -> tuple[float, list[str]]:
+        """
+        Count what one look has found. Returns the largest difference that passed on any process, -1 if none did, and
+        what is to be said, in words: what this process could not compare, each reason the first time.
+
+        `of_all` gives numbers of all processes, `(processes, N)`, from those of this one.
+        """
+        found = of_all([looked.rows, looked.tokens, len(looked.left_out), looked.error, float(bool(looked.doubt))])
+        (rows, tokens, left_out, _, doubts), error = map(int, found.sum(0).tolist()), found[:, 3].max().item()
         self.number += bool(rows)
         self.rows, self.tokens, self.left_out = self.rows + rows, self.tokens + tokens, self.left_out + left_out
         self.largest_error, self.doubts = max(self.largest_error, error), self.doubts + bool(doubts)
+        doubt = [f"{looked.doubt}, but not with other tokens in the same places"] if looked.doubt else []
+        return error, [*self._news(looked), *doubt]
 
-    def news(self, looked: Looked) -> list[str]:
-        """Note what one look could not compare, and return it in words: each reason the first time."""
-        reasons = {reason: reason for reason in looked.verdict.not_compared}
+    def _news(self, looked: Looked) -> list[str]:
+        reasons = {reason: reason for reason in looked.verdict.notes}
+        if skipped := looked.verdict.skipped:
+            reasons[f"some batches were not compared, because {skipped}"] = f"nothing was compared, because {skipped}"
         for error in dict.fromkeys(looked.left_out.values()):
             rows = [row for row, found in looked.left_out.items() if found == error]
             reasons[f"rows could not be computed alone ({error})"] = f"{_rows(rows)} not computed alone ({error})"

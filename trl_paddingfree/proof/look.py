@@ -105,6 +105,8 @@ class Rows:
             Why gradients cannot be compared; if given, nothing is differentiated.
         seed (`int`, *optional*, defaults to `0`):
             Draws the rows that are scored, and their weights.
+        pooled (`bool`, *optional*):
+            Whether answers are those of a pooled head. By default, those of a model with one.
         largest (`Callable`, *optional*):
             The largest of all processes' numbers: where weights are gathered in each pass, none may make one less.
     """
@@ -116,9 +118,14 @@ class Rows:
     trains: bool = True
     skipped: str = ""
     seed: int = 0
+    pooled: bool | None = None
     largest: Callable[[int], int] = int
     in_slices: set[int] = field(default_factory=set, init=False)  # rows alone that a budget has computed in slices
     left_out: dict[int, str] = field(default_factory=dict, init=False)  # that cannot be computed alone, and why
+
+    @property
+    def is_pooled(self) -> bool:
+        return self.flat_model.is_pooled if self.pooled is None else self.pooled
 
     @cached_property
     def mask(self) -> np.ndarray:
@@ -134,7 +141,7 @@ class Rows:
     def scored(self) -> list[int]:
         """The rows that are to be differentiated: a random half of those whose tokens are scored."""
         has_any = np.ones(len(self.mask), bool)
-        if not self.flat_model.is_pooled and (labels := self.inputs.get("labels")) is not None:
+        if not self.is_pooled and (labels := self.inputs.get("labels")) is not None:
             has_any = (labels[:, 1:] != IGNORE_INDEX).any(1).cpu().numpy()
         order = np.random.default_rng(self.seed).permutation([row for row in self.numbers if has_any[row]])
         return sorted(order[: -(-len(order) // 2)].tolist())
@@ -156,7 +163,7 @@ class Rows:
 
     def start(self, row: int) -> int:
         """The column of the first answer to a row."""
-        return 0 if self.flat_model.is_pooled else int(self.mask[row].argmax())
+        return 0 if self.is_pooled else int(self.mask[row].argmax())
 
     def weighted(self, answers: torch.Tensor, row: int, start: int = 0) -> torch.Tensor:
         """The sum of the answers to a row, `(N,)` from column `start` on, with a weight for each column."""
@@ -180,7 +187,7 @@ class Rows:
             known = (tokens >= 0) & (tokens < len(table))
             return torch.where(known, table.to(tokens.device)[tokens * known], tokens)
 
-        names = ("input_ids", "labels")[: 2 - self.flat_model.is_pooled]
+        names = ("input_ids", "labels")[: 2 - self.is_pooled]
         inputs = self.inputs | {x: other(y) for x in names if (y := self.inputs.get(x)) is not None}
         tokens, next_tokens = other(self.batch.input_ids), other(self.batch.shift_labels)
         batch = replace(self.batch, input_ids=tokens.to(device), shift_labels=next_tokens.to(device))
@@ -254,7 +261,7 @@ class Rows:
             self.in_slices.add(row)
             inputs["flat_batch"] = batch
         found = self._computed(inputs, [0] if row in self.scored else [], batch, number=row)
-        answers = found.answers if self.flat_model.is_pooled else found.answers[:, : found.answers.size(1) - wider]
+        answers = found.answers if self.is_pooled else found.answers[:, : found.answers.size(1) - wider]
         return Pass(answers, found.at_tokens[: stop - start])
 
     def _in_slices(self, inputs: Inputs, make: Callable[..., FlatBatch]) -> FlatBatch | None:
@@ -264,7 +271,7 @@ class Rows:
         ids = inputs["input_ids"]
         row = {name: inputs.get(name) for name in ("attention_mask", "labels")}
         mask = torch.ones_like(ids) if row["attention_mask"] is None else row["attention_mask"]
-        labels = None if row["labels"] is None or self.flat_model.is_pooled else row["labels"].cpu()
+        labels = None if row["labels"] is None or self.is_pooled else row["labels"].cpu()
         batch = self.flat_model.begin_pass(make(ids.cpu(), mask.cpu(), labels))
         return batch.to(ids.device) if batch.schedule.cuts else None
 
@@ -294,7 +301,7 @@ class Rows:
         sum with random weights for each token or, of a pooled head, the logits.
         """
         output = self.call(**inputs)
-        if self.flat_model.is_pooled:
+        if self.is_pooled:
             return output.logits.flatten(1)
         if "log_probs" in output:
             is_scored = inputs["labels"][:, 1:] != IGNORE_INDEX
@@ -302,7 +309,8 @@ class Rows:
         vector = np.random.default_rng(self.seed).standard_normal(output.logits.size(-1))
         with outside_autocast(self.flat_model.model):
             values = output.logits @ torch.from_numpy(vector).to(output.logits)
-        return torch.where(self.batch.row_mask.to(values.device), values, 0) if number is None else values
+        real = self.batch.row_mask if number is None else inputs.get("attention_mask")
+        return values if real is None else torch.where(real.bool().to(values.device), values, 0)
 
 
 @contextmanager
@@ -344,7 +352,7 @@ def _looked(rows: Rows) -> Looked:
         verdict = _verdict(rows)
     if rows.skipped and not verdict.skipped:
         verdict = replace(verdict, notes=(*verdict.notes, f"gradients were not compared, because {rows.skipped}"))
-    kept = [row for row in rows.numbers if row not in rows.left_out]
+    kept = [] if verdict.skipped else [row for row in rows.numbers if row not in rows.left_out]
     return Looked(verdict, len(kept), int(rows.mask[kept].sum()), rows.left_out, rows.in_slices)
 
 
@@ -403,7 +411,8 @@ def _compared(rows: Rows, flat: Pass, expected: Pass, noises: Sequence[Pass] = (
 
 def _errors_of_answers(rows: Rows, found: Pass, expected: Pass) -> dict[str, float]:
     """By row, in words, how far answers are off, relative to their size or at least one nat."""
-    off, size = (x.pow(2).mean(1).sqrt() for x in (found.answers - expected.answers, expected.answers))
+    columns = max(expected.answers.size(1), 1)  # none if rows have one token
+    off, size = ((x.pow(2).sum(1) / columns).sqrt() for x in (found.answers - expected.answers, expected.answers))
     relative = (off / size.clamp(min=1)).tolist()
     return {f"answers to row {i}": x for i, x in enumerate(relative) if i not in rows.left_out}
 

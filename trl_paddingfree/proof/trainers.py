@@ -40,6 +40,7 @@ class Looks(TrainerCallback, ExportableState):
         self.hooks: list[Any] = []
         self.forwards: list[Change] = []  # of models, which distillation replaces for the time of a call
         self.seen: set[tuple[int, bool]] = set()  # which calls of the current step it has looked at
+        self.is_looking = False  # within a look, which calls the models, too
 
     def state(self) -> dict[str, Any]:
         """What is saved with a checkpoint."""
@@ -76,7 +77,9 @@ class Looks(TrainerCallback, ExportableState):
 
     def _on_call(self, call: torch.nn.Module, args: tuple, kwargs: Inputs) -> None:
         trains = torch.is_grad_enabled()
-        with attributes_set(self.forwards):
+        if self.is_looking:
+            return
+        with attributes_set([*self.forwards, (self, "is_looking", True)]):
             flat_model = FlatModel.of(call)
             if flat_model is None or (id(flat_model), trains) in self.seen:
                 return
@@ -108,13 +111,10 @@ class Looks(TrainerCallback, ExportableState):
             check.all_agree,
         )
         step = trainer.state.global_step + 1
-        found = self._gathered([looked.rows, looked.tokens, len(looked.left_out), looked.error, bool(looked.doubt)])
-        (rows, tokens, left_out, _, doubts), error = map(int, found.sum(0).tolist()), found[:, 3].max().item()
-        self.found.count(rows, tokens, left_out, error, doubts)
+        error, messages = self.found.add(looked, self._gathered)
         if error >= 0:
             self.logged_error = max(self.logged_error or 0.0, error)
-        doubt = [f"{looked.doubt}, but not with other tokens in the same places"] if looked.doubt else []
-        for message in [*self.found.news(looked), *doubt]:
+        for message in messages:
             logger.warning(f"`check_steps`: of the micro-batch before step {step}, {message}.")
         if not looked.agreed:
             raise UnprovenModelError(
