@@ -285,7 +285,7 @@ def test_a_chat_template_that_is_none_is_refused_before_models_load_if_data_need
     prompt = {"prompt": user("w1")}
     chats = {"sft": TEMPLATED["sft"][0], "dpo": GOOD_CHAT, "grpo": prompt}[task]
     said = (
-        r"The chat template of the tokenizer \(\w+\) is no template: line 1: unexpected '}', expected ']'. Set `token"
+        r"The chat template of the tokenizer \(\w+\) is not a valid template: line 1: unexpected '}', expected ']'. Set"
     )
     with pytest.raises(ValueError, match=said):
         build(task, model="nowhere/model", train_dataset=Dataset.from_list([chats] * 4), processing_class=tokenizer)

@@ -116,7 +116,7 @@ def test_a_mistake_ends_training_before_anything_is_learnt_of_it(task, tmp_path)
     leaky_above(trainer.model, 40)  # after the start-up check
     before = {name: x.clone() for name, x in trainer.model.state_dict().items()}
     with pytest.raises(
-        UnprovenModelError, match=r"before step 1, of \d+ rows and \d+ tokens, by «segment.*gradient"
+        UnprovenModelError, match=r"before step 1, of \d+ rows and \d+ tokens, with segment.*gradient"
     ) as e:
         trainer.train()
     assert "`padding_free=False`" in str(e.value)

@@ -16,7 +16,7 @@ _OTHER = "Set `tokenizer.chat_template` to another one, and pass the tokenizer a
 
 
 def refuse_broken_template(dataset: AnyDataset, tokenizer: Any) -> None:
-    """Refuse conversations if the chat template of the `tokenizer` is no template."""
+    """Refuse conversations if the chat template of the `tokenizer` is not a valid template."""
     is_chat = isinstance(tokenizer, PreTrainedTokenizerBase) and is_conversational(next(iter(dataset), {}))
     if not is_chat or not tokenizer.chat_template:
         return
@@ -24,8 +24,8 @@ def refuse_broken_template(dataset: AnyDataset, tokenizer: Any) -> None:
         tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
     except TemplateSyntaxError as error:
         raise ValueError(
-            f"The chat template of the tokenizer ({type(tokenizer).__name__}) is no template: line {error.lineno}: "
-            f"{error.message}. {_OTHER}"
+            f"The chat template of the tokenizer ({type(tokenizer).__name__}) is not a valid template: line "
+            f"{error.lineno}: {error.message}. {_OTHER}"
         ) from error
     except Exception:  # it may want messages of another kind
         return

@@ -96,6 +96,6 @@ def explained(flat_model: FlatModel, looked: Looked, of_what: str) -> str:
         return f"Another process has found a mistake in {of_what}, which its message names."
     allowed = "" if verdict.failure else f", where rounding explains {verdict.tolerance:.1e}"
     return (
-        f"{type(flat_model.model).__name__} computes {of_what}, of {looked.rows} rows and {looked.tokens} tokens, by "
-        f"«{flat_model.route}» differently from its rows one by one: {verdict.reason}{allowed}."
+        f"{type(flat_model.model).__name__} computes {of_what}, of {looked.rows} rows and {looked.tokens} tokens, with "
+        f"{flat_model.route}, differently from its rows one by one: {verdict.reason}{allowed}."
     )

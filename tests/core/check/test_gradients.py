@@ -380,7 +380,7 @@ def test_rows_alone_that_raise_in_training_are_a_failure(error):
             raise error("no kernel for training")
 
     model.base_model.register_forward_pre_hook(refuse, with_kwargs=True)
-    with pytest.raises(UnprovenModelError, match=f"with padding either: a row alone raises {error.__name__}: .?no ker"):
+    with pytest.raises(UnprovenModelError, match=f"or without: a row alone raises {error.__name__}: .?no ker"):
         proven(model)
 
 

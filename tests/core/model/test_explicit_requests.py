@@ -52,7 +52,7 @@ def test_varlen_by_name_is_refused_for_what_only_some_layers_ask(model_type, con
     model = tiny_model(model_type, **config)
     upstream.set_attn_implementation(model, "sdpa")
     assert choose_route(model, **CUDA).backend == "varlen"
-    with pytest.raises(ValueError, match=f"attention has {reason}, and the kernel has not"):
+    with pytest.raises(ValueError, match=f"attention has {reason}, which the kernel does not"):
         choose_route(model, "varlen", **CUDA)
 
 
@@ -74,7 +74,7 @@ def test_a_gpu_without_flash_attention_is_told_what_serves_and_what_it_costs(mon
     kernels.why_no_varlen.cache_clear()
     reason = r"the GPU has compute capability 7.5, the kernel needs 8.0 \(Ampere\) or more"
     assert choose_route(model, **CUDA).backend == "segment"
-    assert re.search(rf"trains by «segment: .*», because .*: {reason}. That is exact, but .* slower", caplog.text)
+    assert re.search(rf"trains with segment: .*, because .*: {reason}. Results are exact, but .* slower", caplog.text)
     with pytest.raises(ValueError, match=reason):
         choose_route(model, "varlen", **CUDA)
     capability = (8, 0)

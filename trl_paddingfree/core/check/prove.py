@@ -244,7 +244,7 @@ def refuse_infinite(model: PreTrainedModel, reference: RowsAlone) -> None:
     if not all(x.isfinite().all() for x in reference.alone):
         named = not_finite(model) or "no weight does, so it comes from its arithmetic: try another `dtype`"
         raise UnprovenModelError(
-            f"{type(model).__name__} cannot be trained as it is loaded, with padding either: its answers to a row "
+            f"{type(model).__name__} cannot be trained as it is loaded, with padding or without: its answers to a row "
             f"alone hold NaN or infinity, and {named}."
         )
 
@@ -325,7 +325,7 @@ def prove(
                 return replace(result, gradients=Verdict(skipped=no_gradients)) if no_gradients else result, failed
             if result.gradients and result.gradients.unmendable:
                 raise UnprovenModelError(
-                    f"{type(model).__name__} cannot be trained as it is loaded, with padding either: "
+                    f"{type(model).__name__} cannot be trained as it is loaded, with padding or without: "
                     f"{result.gradients.failure}."
                 )
             if not agree(result.isolated):

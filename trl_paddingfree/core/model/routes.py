@@ -102,16 +102,16 @@ def choose_route(
     reasons = reasons_against(model, loaded_with, dtype or model.dtype, device)
     if backend == "varlen":  # "auto" may still take it for those layers that it can serve
         beyond = architecture.beyond_varlen(model)
-        reasons["varlen"] += [f"attention has {what}, and the kernel has not" for what in beyond]
+        reasons["varlen"] += [f"attention has {what}, which the kernel does not support" for what in beyond]
     wanted = [name for name in BACKENDS if backend in ("auto", name)]
     if (chosen := next((name for name in wanted if not reasons[name]), None)) is None:
         listed = "\n    ".join(dict.fromkeys(reason for name in wanted for reason in reasons[name]))
         raise ValueError(f"`flat_attention={backend!r}` cannot serve this model:\n    {listed}")
     if backend == "auto" and chosen == "segment" and device.type == "cuda":
         logger.warning_once(
-            f"{type(model).__name__} trains by «{describe(chosen, loaded_with)}», because PyTorch's flash attention "
-            f"cannot serve it: {'; '.join(reasons['varlen'])}. That is exact, but calls attention once for each "
-            "group of segments instead of once for all: the more the lengths of a batch differ, the slower."
+            f"{type(model).__name__} trains with {describe(chosen, loaded_with)}, because PyTorch's flash attention "
+            f"cannot serve it: {'; '.join(reasons['varlen'])}. Results are exact, but attention is called once for "
+            "each group of segments instead of once for all: the more the lengths of a batch differ, the slower."
         )
     shares = prefix_sharing and not why_not_to_share(chosen, loaded_with)
     return Route(chosen, loaded_with, shares, mixers().way(model))

@@ -221,7 +221,7 @@ class StartUpCheck:
                 self.earlier.keep(key, [result, *failed])
         if failed:
             listed = "".join(f"\n    {other}" for other in failed)
-            self.say(f"{type(base).__name__} trains as «{result}», because the start-up check failed as{listed}")
+            self.say(f"{type(base).__name__} trains with {result}. Faster ways failed the start-up check:{listed}")
         return result
 
     @property

@@ -110,7 +110,7 @@ def warn_of_dropout(model: PreTrainedModel, config: TrainingArguments) -> None:
         words = f"`{name}`" if name in options or not alike else " or ".join(f"`{option}`" for option in alike)
         logger.warning(
             f"{type(model).__name__} draws dropout by a function (`{name}={value}`), which `disable_dropout=True` "
-            "does not reach, with padding either: padded and flat runs draw different masks. To compare figures, "
+            "does not reach, with padding or without: padded and flat runs draw different masks. To compare figures, "
             f"set {words} to 0 in the model's configuration."
         )
 
