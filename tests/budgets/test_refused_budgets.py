@@ -10,12 +10,32 @@ from transformers import LlamaForCausalLM
 
 from tests.helpers.memory import budgeted, layered, with_images
 from tests.helpers.refused import build
-from tests.helpers.tiny import ROUTED, SEED, conversations, make_model, preference_data
+from tests.helpers.tiny import DATA, ROUTED, SEED, arguments, conversations, make_model, preference_data
 from tests.helpers.vision import vision_pairs
 from tests.runs import make_trainer, run
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.budgets.device import budget_bytes
 from trl_paddingfree.core.device import GIB
+from trl_paddingfree.core.trainers.proving import StartUpCheck
+
+
+@pytest.mark.parametrize("task", ["dpo", "sft", "reward", "grpo"])
+def test_a_budget_that_holds_no_step_is_refused_before_anything_is_proven(task, monkeypatch):
+    """With the least budget, which is refused no second time; of a stream, with what training takes without tokens."""
+
+    def make(**options):
+        return make_trainer(task, "ours", **{**arguments(task, False), "train_dataset": DATA[task](8, SEED), **options})
+
+    with monkeypatch.context() as unproven:
+        unproven.setattr(StartUpCheck, "prove_all", lambda *args: pytest.fail("proven"))
+        with pytest.raises(ValueError, match=r"`memory_budget=1e-06` .* is less than .* at least [\d.]+") as error:
+            make(memory_budget=1e-6)
+        stream = DATA[task](8, SEED).to_iterable_dataset()
+        if task != "grpo":  # which knows how long its prompts may be
+            with pytest.raises(ValueError, match="is less than training needs before its first token: weights, "):
+                make(memory_budget=1e-6, train_dataset=stream)
+    least = float(re.search(r"at least ([\d.]+), or", str(error.value))[1])
+    make(memory_budget=least, steps=1).train()
 
 
 @pytest.mark.slow
@@ -27,10 +47,11 @@ def test_a_budget_that_an_example_does_not_fit_into_is_refused(folder):
         budgeted("dpo", folder, data, memory_budget=0.0001)
     except ValueError as error:
         least = float(re.search(r"at least ([\d.]+), or", str(error))[1])
+        without_tokens = float(re.search(r"take ([\d.]+) GiB of that", str(error))[1])
     run("dpo", "ours", model=folder, train_dataset=data, memory_budget=least, steps=1)
     stream = data.to_iterable_dataset()
     with pytest.raises(ValueError, match="is less than a micro-batch needs"):
-        run("dpo", "ours", model=folder, train_dataset=stream, memory_budget=0.0001, steps=1)
+        run("dpo", "ours", model=folder, train_dataset=stream, memory_budget=without_tokens + 0.001, steps=1)
     run("dpo", "ours", model=folder, train_dataset=stream, memory_budget=least, steps=1)
 
 

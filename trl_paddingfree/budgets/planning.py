@@ -62,6 +62,24 @@ def make_planner(trainer: Any) -> MemoryPlanner:
         layers, kept = [layers[i] for i in training], kept.of(training)
     gc.collect()  # leftovers of the start-up check
     held = flat.peak_memory.held
+    fixed, budget = fixed_of(trainer, held), budget_bytes(option, accelerator.device)
+    # All processes that compute the same batches plan for the largest needs and the smallest budget of any
+    largest = flat_model.peers.largest
+    kept = KeptBytes(*map(largest, vars(kept).values()))
+    fixed, budget = (abs(x) for x in largest([fixed, -budget]).tolist())
+    planner.layers = layers
+    head = type(trainer).head_bytes(*(each.model for each in flat.models))
+    padding = float(kept.factor)
+    planner.budget, planner.needs = budget, MemoryNeeds(fixed, kept, head, correction=padding, padding=padding)
+    return planner
+
+
+def fixed_of(trainer: Any, held: int = 0) -> int:
+    """
+    Bytes of the weights, gradients and optimizer state of a `trainer`, or those `held` before training in place of
+    weights if they are more. An optimizer that is there already is among them.
+    """
+    accelerator, args = trainer.accelerator, trainer.args
     if (inner := trainer.optimizer) is None:
         made_by = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
     else:
@@ -73,16 +91,13 @@ def make_planner(trainer: Any) -> MemoryPlanner:
         accepted = inspect.signature(type(inner)).parameters
         made_by = type(inner), {name: x for name, x in inner.defaults.items() if name in accepted}
     shards = accelerator.num_processes if zero_stage(accelerator) in (1, 2) else 1
-    fixed, budget = fixed_bytes(models, made_by, held, shards), budget_bytes(option, accelerator.device)
-    # All processes that compute the same batches plan for the largest needs and the smallest budget of any
-    largest = flat_model.peers.largest
-    kept = KeptBytes(*map(largest, vars(kept).values()))
-    fixed, budget = (abs(x) for x in largest([fixed, -budget]).tolist())
-    planner.layers = layers
-    head = type(trainer).head_bytes(*(each.model for each in flat.models))
-    padding = float(kept.factor)
-    planner.budget, planner.needs = budget, MemoryNeeds(fixed, kept, head, correction=padding, padding=padding)
-    return planner
+    return fixed_bytes(trainer.flat_models(), made_by, held, shards)
+
+
+def bytes_before_tokens(trainer: Any) -> int:
+    """Bytes that training of a `trainer` takes before its first token: a budget below that holds no step."""
+    head = type(trainer).head_bytes(*map(trainer.flat_base, trainer.flat_models()))
+    return fixed_of(trainer) + head.constant
 
 
 def refuse_small_budget(trainer: Any, planner: MemoryPlanner) -> None:

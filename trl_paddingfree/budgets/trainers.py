@@ -11,6 +11,7 @@ from datasets import Dataset
 
 from ..capabilities import module_of
 from ..core.data.collate import FlatCollator
+from ..core.device import GIB
 from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..core.flat.counts import BatchCounts, of_all_processes
 from ..core.flat.transfer import on_device
@@ -23,6 +24,7 @@ from ..core.trainers.engine import is_sharded
 from ..core.trainers.runtime import Step, when_flat
 from ..coupling import may_couple
 from . import planning, refusals
+from .device import budget_bytes
 from .needs import HeadBytes, fused_head
 from .planner import MemoryPlanner
 from .steps import Part, TrainingSteps
@@ -54,6 +56,11 @@ class Budgets(FlatTrainer):
         with super().as_it_trains(config), attributes_set((config, name, True) for name in names):
             yield
 
+    def start_flat(self) -> None:
+        if not self.flat.models:
+            self._refuse_hopeless_budget()
+        super().start_flat()
+
     def after_init(self) -> None:
         super().after_init()
         refusals.refuse_lost_router_loss(self.flat.options, self.args, FlatTrainer.coupled_by(self))
@@ -61,6 +68,29 @@ class Budgets(FlatTrainer):
         if self.flat.options.has_budget:
             self.flat.around_step.append(self._in_parts)
             self.flat.around_loss.append(self._within_budget)
+
+    def _refuse_hopeless_budget(self) -> None:
+        """
+        Refuse a budget that holds no step before the models are proven, which takes longer than to plan: with the least
+        budget, as far as lengths of examples are known.
+        """
+        option, flat = self.flat.options.memory_budget, self.flat
+        if option in (None, "auto") or is_sharded(self.accelerator):
+            return
+        budget, needed = budget_bytes(option, self.accelerator.device), planning.bytes_before_tokens(self)
+        if needed <= budget:
+            return
+        flat.check = self.make_check()
+        flat.models = flat.check.install_unproven(self.flat_models())
+        flat.trained = flat.models[0]
+        self.collate_flat()
+        with random_state_restored(self.model), flat.check.in_precision():
+            self.refuse_small_budget(planning.make_planner(self))
+        raise ValueError(
+            f"`memory_budget={option}` ({budget / GIB:.3f} GiB) is less than training needs before its first token: "
+            f"weights, gradients, the optimizer and the head take {needed / GIB:.3f} GiB, and a step needs more beside "
+            "them. Raise it, or set 'auto' for all that the device has."
+        )
 
     # --- planning ---------------------------------------------------------------------------------------------------
 

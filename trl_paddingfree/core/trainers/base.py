@@ -192,6 +192,9 @@ class FlatTrainer(Trainer):
         """Prove a `model` before it first computes anything, if it had no weights when the trainer was made."""
         starting.prove(self, model)
 
+    def collate_flat(self) -> None:
+        """Have a collator make flat batches, if there is one, once the models compute them."""
+
     # --- a training step --------------------------------------------------------------------------------------------
 
     @when_flat

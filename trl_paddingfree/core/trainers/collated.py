@@ -52,6 +52,9 @@ class Collated(FlatTrainer):
         if self.flat.models:
             return
         super().start_flat()
+        self.collate_flat()
+
+    def collate_flat(self) -> None:
         self.data_collator = self._flat_collator().changed(**self.collated_with())
 
     def collated_with(self) -> dict[str, Any]:

@@ -92,6 +92,19 @@ class StartUpCheck:
         Have `models`, the trained one first, compute flat batches: by proven routes or, if an engine has yet to place
         weights, by the routes of first choice.
         """
+        bases = self._prepared(models)
+        if all(map(self.can_call, models)):
+            self.prove_all(models)
+            return [flat_model for base in bases if (flat_model := FlatModel.of(base))]
+        self.unproven = bases  # the engine shards and places them when training starts
+        return [self.installed(base, self.first_route(base)) for base in bases]
+
+    def install_unproven(self, models: Models) -> list[FlatModel]:
+        """Have `models`, the trained one first, compute flat batches by the routes of first choice."""
+        return [self.installed(base, self.first_route(base)) for base in self._prepared(models)]
+
+    def _prepared(self, models: Models) -> list[PreTrainedModel]:
+        """The transformers models under wrappers, the trained one first, with TRL's head."""
         bases = list(map(self.base_of, models))
         self.trained = bases[0]
         for base in bases:
@@ -99,11 +112,7 @@ class StartUpCheck:
                 flat_model.padded.remove()  # this trainer calls its models with flat batches
             if not is_pooled(base):
                 upstream.put_head(base)
-        if all(map(self.can_call, models)):
-            self.prove_all(models)
-            return [flat_model for base in bases if (flat_model := FlatModel.of(base))]
-        self.unproven = bases  # the engine shards and places them when training starts
-        return [self.installed(base, self.first_route(base)) for base in bases]
+        return bases
 
     def installed(self, base: PreTrainedModel, route: Route) -> FlatModel:
         """A model that computes flat batches by a route, unproven yet."""
