@@ -17,6 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from tests.core.check.test_mutations import leak
 from tests.helpers.architectures import tiny_model, with_head
+from tests.helpers.folders import needs
+from tests.helpers.launching import TIMEOUT, assert_same_run, command, finished
 from tests.helpers.tiny import arguments, lora, make_model
 from tests.runs import make_trainer, run
 from trl_paddingfree import FlatModel, UnprovenModelError, padding_free
@@ -405,3 +407,17 @@ def test_a_verdict_for_lack_of_memory_is_not_kept(folder, monkeypatch):
     failed = record.results[0].__class__(record.results[0].route, failure="OutOfMemoryError: no room")
     verdicts.Remembered().keep("key", [*record.results, failed])
     assert not [*folder.glob("*.json")]
+
+
+@needs("groups")
+def test_processes_of_a_group_take_over_their_verdict(folder, model_dir, tmp_path):
+    options = {"max_steps": 1, "sequence_parallel_size": 2}
+    runs = [("dpo", model_dir, tmp_path / name, options) for name in ("one", "two")]
+    said = [finished(command(2, each), 2 * TIMEOUT, **{VARIABLE: str(folder)}) for each in runs]
+    first, second = (process.stdout + process.stderr for process in said)
+    assert "(checked in" in first
+    assert "remembered from" not in first
+    assert "remembered from" in second
+    assert "(checked in" not in second
+    one, two = (json.loads((output / "result.json").read_text()) for _, _, output, _ in runs)
+    assert_same_run(one, two)

@@ -32,7 +32,8 @@ class Groups(FlatTrainer):
     def make_check(self) -> StartUpCheck:
         if self._group is None:
             return super().make_check()
-        return GroupCheck(self.accelerator, self.flat.options, self.args, self.proofs(), group=self._group)
+        given = self.accelerator, self.flat.options, self.args, self.proofs(), self.earlier_verdicts()
+        return GroupCheck(*given, group=self._group)
 
     @property
     def num_streams(self) -> int:

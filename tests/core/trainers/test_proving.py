@@ -2,17 +2,20 @@
 
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from accelerate import Accelerator, DistributedType
 from transformers import TrainingArguments
 
+from tests.core.check.test_mutations import leak
 from tests.helpers.architectures import tiny_model, with_head
 from tests.helpers.folders import needs
 from tests.helpers.reference_flash import reference_flash
-from tests.helpers.tiny import arguments
+from tests.helpers.tiny import arguments, lora
 from tests.helpers.vision import on_vision_data
 from tests.runs import make_trainer
+from trl_paddingfree import PaddingFreeDPOTrainer
 from trl_paddingfree.core.check import progress
 from trl_paddingfree.core.check.prove import UnprovenModelError
 from trl_paddingfree.core.model.routes import Route
@@ -137,3 +140,23 @@ def test_a_bar_shows_what_the_check_does_unless_bars_are_off(capsys, monkeypatch
     assert "Checking LlamaForCausalLM: slices within the budget" in said
     make_trainer("dpo", "ours", disable_tqdm=True)
     assert "Checking" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mistake", ["leaks", "cannot share"])
+def test_a_model_that_is_placed_late_and_fails_is_refused_as_often_as_it_is_asked(tokenizer, monkeypatch, mistake):
+    """An engine places weights when training starts, and whoever catches the error may train, or evaluate, again."""
+    monkeypatch.setattr(StartUpCheck, "can_call", lambda self, model: False)
+    model = tiny_model("mpt", max_seq_len=4096, vocab_size=len(tokenizer))
+    trainer = make_trainer("dpo", "ours", model=model, processing_class=tokenizer, peft_config=lora())
+    if mistake == "leaks":
+        model.get_decoder().norm_f.register_forward_hook(lambda module, args, output: leak(output))
+    message = "cannot share prefixes, which was found out" if mistake == "cannot share" else "sees other sequences|leak"
+    for _ in range(2):
+        with pytest.raises(UnprovenModelError, match=message):
+            trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_a_loss_that_trl_adds_is_taken_for_one_that_couples_pairs():
+    with_new = SimpleNamespace(loss_type=["sigmoid", "listwise"])
+    assert PaddingFreeDPOTrainer.coupled_by_arguments(None, {"args": with_new}) == ["`loss_type='listwise'`"]

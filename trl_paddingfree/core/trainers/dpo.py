@@ -26,9 +26,19 @@ DPO = Task(
 )
 
 
+# Losses of one pair after the other. AOT sorts the micro-batch, SFT is a mean over its tokens, and what TRL adds may be
+# of either kind
+_PER_PAIR = frozenset(
+    (
+        *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down"),
+        *("discopop", "sigmoid_norm"),
+    )
+)
+
+
 def _coupled(losses: Sequence[str]) -> list[str]:
-    """Those of the losses that couple examples: AOT sorts the micro-batch, and SFT is a mean over its tokens."""
-    return [f"`loss_type='{name}'`" for name in losses if name in ("aot", "aot_unpaired", "sft")]
+    """Those of the losses that may couple the pairs of a micro-batch."""
+    return [f"`loss_type='{name}'`" for name in losses if name not in _PER_PAIR]
 
 
 @dataclass

@@ -240,8 +240,8 @@ class StartUpCheck:
     def _key(self, base: PreTrainedModel, model: torch.nn.Module, route: Route, *settings: object) -> str:
         """The key of a verdict, for [`Verdicts`]."""
         flat_model = vars(base).get(ATTRIBUTE)
-        shares = flat_model is not None and bool(flat_model.peers.name)
-        together = self.accelerator.distributed_type, repr(self.options) if shares else ""
+        peers = "" if flat_model is None else flat_model.peers.name
+        together = self.accelerator.distributed_type, peers
         precision = compute_dtype(base), rounding_unit(base)
         return self.earlier.key(base, model, route, *precision, *together, *settings)
 

@@ -33,17 +33,18 @@ def prove(trainer: "FlatTrainer", model: torch.nn.Module) -> None:
     unproven = flat.check.unproven
     if base not in unproven:
         return
-    unproven.remove(base)
     models = [model]
     if base is flat.trained.model:  # all others have their weights by now, too
-        unproven.clear()
         models += trainer.flat_models()[1:]
     chosen = flat.trained.route
     with trainer.as_it_trains(trainer.args):
         proven = flat.check.prove_all(models)
     trainer.after_flat(models, are_proven=True)
     if chosen.prefix_sharing and not proven.prefix_sharing:
+        for each in models:
+            flat.check.installed(flat.check.base_of(each), chosen)  # whoever calls again is refused again
         raise UnprovenModelError(
             f"{type(flat.trained.model).__name__} cannot share prefixes, which was found out after the first batches "
             "were made: set `prefix_sharing=False`."
         )
+    flat.check.unproven = [] if base is flat.trained.model else [each for each in unproven if each is not base]
