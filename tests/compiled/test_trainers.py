@@ -151,7 +151,7 @@ def test_compiled_code_that_computes_something_else_is_refused(skipped):
     model = make_model()
     flat = flat_model(model)
     with pytest.raises(UnprovenModelError, match="flat batches by compiled code differently from eager ones"):
-        prove_again(model, vary=compiled(flat, {"backend": wrong}), skipped=skipped)
+        prove_again(model, variation=compiled(flat, {"backend": wrong}), skipped=skipped)
 
 
 def test_padding_free_compiles_flat_calls(monkeypatch):

@@ -30,7 +30,7 @@ WRONG_KEYS = {
 @pytest.mark.parametrize("wrong", WRONG_KEYS)
 def test_wrong_keys_are_found_and_right_ones_pass(model_type, dtype, wrong, monkeypatch):
     model = made_flat(make_model(model_type, dtype=dtype))
-    found = check_again(model, vary=IN_SLICES, draw=SEED)
+    found = check_again(model, variation=IN_SLICES, draw=SEED)
     assert found.passed, found
     attend = slices.Carry.attend
 
@@ -43,10 +43,10 @@ def test_wrong_keys_are_found_and_right_ones_pass(model_type, dtype, wrong, monk
             keys.earlier = right
 
     monkeypatch.setattr(slices.Carry, "attend", attend_wrongly)
-    found = check_again(model, vary=IN_SLICES, draw=SEED)
+    found = check_again(model, variation=IN_SLICES, draw=SEED)
     assert not found.passed, found
     if dtype == torch.float32:  # answers that detached keys give are right, and bfloat16 rounds more than others move
-        assert check_again(model, vary=IN_SLICES, skipped="it does not train", draw=SEED).passed == (
+        assert check_again(model, variation=IN_SLICES, skipped="it does not train", draw=SEED).passed == (
             wrong == "detached"
         )
 
@@ -58,7 +58,7 @@ def test_wrong_keys_are_found_and_right_ones_pass(model_type, dtype, wrong, monk
 def test_states_that_do_not_go_on_are_found(model_type, read, wrong, monkeypatch):
     """The last tokens of earlier slices, which a convolution reads, and the states in which scans end."""
     model = made_flat(tiny_model(model_type, seed=SEED))
-    found = check_again(model, vary=IN_SLICES, draw=SEED)
+    found = check_again(model, variation=IN_SLICES, draw=SEED)
     assert found.passed, found
     of_kind, states_before = getattr(slices.Carry, read), slices.Carry._read
 
@@ -72,7 +72,7 @@ def test_states_that_do_not_go_on_are_found(model_type, read, wrong, monkeypatch
             return of_kind(*args)
 
     monkeypatch.setattr(slices.Carry, read, wrongly)
-    found = check_again(model, vary=IN_SLICES, draw=SEED)
+    found = check_again(model, variation=IN_SLICES, draw=SEED)
     assert not found.passed, found
 
 
@@ -85,7 +85,7 @@ def test_gradients_in_other_tokens_are_found_however_small_they_are(monkeypatch)
         return output + 1e-12 * sum(x.mean() for each in keys.earlier for x in each), weights
 
     monkeypatch.setattr(slices.Carry, "attend", leaky)
-    found = check_again(model, vary=IN_SLICES, draw=SEED)
+    found = check_again(model, variation=IN_SLICES, draw=SEED)
     assert not found.passed
     assert "gets gradient from row" in str(found)
 
@@ -95,7 +95,7 @@ def test_adapters_of_bfloat16_round_more_than_the_rest_of_a_model():
     model = get_peft_model(make_model(seed=SEED), lora()).get_base_model()
     for weight in model.parameters():
         weight.data = weight.data.to(torch.bfloat16 if weight.requires_grad else torch.float32)
-    results = [check_again(made_flat(model), vary=IN_SLICES, draw=SEED + draw) for draw in range(8)]
+    results = [check_again(made_flat(model), variation=IN_SLICES, draw=SEED + draw) for draw in range(8)]
     assert all(result.passed for result in results), [*map(str, results)]
 
 
@@ -104,13 +104,13 @@ def test_slices_of_a_float64_model_round_as_float32_where_it_computes_so(model_t
     options = {"experts_implementation": "eager"} if model_type == "qwen3_next" else {}
     model = made_flat(tiny_model(model_type, dtype=torch.float64, seed=SEED, **options))
     for draw in range(3):
-        found = check_again(model, vary=IN_SLICES, draw=SEED + draw)
+        found = check_again(model, variation=IN_SLICES, draw=SEED + draw)
         assert found.passed, found
 
 
 def test_draws_have_rows_of_their_own_and_repeat():
     model = made_flat(make_model())
-    first, second, again = (check_again(model, vary=IN_SLICES, draw=draw) for draw in (SEED, SEED + 1, SEED))
+    first, second, again = (check_again(model, variation=IN_SLICES, draw=draw) for draw in (SEED, SEED + 1, SEED))
     assert first == again
     assert first.error != second.error
 
@@ -121,7 +121,7 @@ def test_the_check_leaves_a_model_and_what_is_drawn_as_they_were(make):
     is_training = model.training
     flat = FlatModel.of(model)
     before, state = {**vars(flat)}, torch.get_rng_state()
-    assert check_again(model, vary=IN_SLICES, draw=SEED).passed
+    assert check_again(model, variation=IN_SLICES, draw=SEED).passed
     assert before.keys() == vars(flat).keys()
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in model.parameters())
@@ -137,4 +137,4 @@ def test_slices_that_keep_something_of_earlier_calls_do_not_count_as_random(monk
         return joined(sizes, outputs)
 
     monkeypatch.setattr(slices, "_joined", growing)
-    assert not check_again(made_flat(make_model()), vary=IN_SLICES, draw=SEED).passed
+    assert not check_again(made_flat(make_model()), variation=IN_SLICES, draw=SEED).passed

@@ -155,7 +155,7 @@ def padding_free(
                 result, unknown = record.results[0], record.facts["unknown"]
                 vars(calls).update({name: record.facts[name] for name in _KINDS})
             if torch_compile:
-                prove_again(base, call, vary=layers.compiled(flat, {}))
+                prove_again(base, call, variation=layers.compiled(flat, {}))
                 layers.compile_layers(flat, {})
     except BaseException as error:
         calls.remove()

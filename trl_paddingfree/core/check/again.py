@@ -30,7 +30,7 @@ def check_again(
     model: PreTrainedModel,
     call: probe.Call | None = None,
     *,
-    vary: Variation,
+    variation: Variation,
     skipped: str = "",
     draw: int = 0,
 ) -> Verdict:
@@ -42,10 +42,10 @@ def check_again(
     """
     flat = FlatModel.of(model)
     assert flat is not None
-    with probe.narrowed(model) if vary.narrows else nullcontext():
+    with probe.narrowed(model) if variation.narrows else nullcontext():
         reference = RowsInTraining(model, call, draw, trains=not skipped, scores_all=True)
         with reference.in_training():
-            found = reference.compare(flat.route.prefix_sharing, vary.vary)
+            found = reference.compare(flat.route.prefix_sharing, variation.vary)
     missing = f"gradients were not compared, because {skipped}"
     return replace(found, notes=(missing, *found.notes)) if skipped else found
 
@@ -54,7 +54,7 @@ def prove_again(
     model: PreTrainedModel,
     call: probe.Call | None = None,
     *,
-    vary: Variation,
+    variation: Variation,
     skipped: str = "",
     agree: Agree = bool,
 ) -> Verdict:
@@ -65,9 +65,10 @@ def prove_again(
         [`UnprovenModelError`]: If no draw passes.
     """
     for draw in range(draws_of(model)):
-        found = check_again(model, call, vary=vary, skipped=skipped, draw=draw)
+        found = check_again(model, call, variation=variation, skipped=skipped, draw=draw)
         if agree(found.passed):
             return found
     raise UnprovenModelError(
-        f"{type(model).__name__} computes {vary.differs} ({found}): training would be wrong. Leave {vary.options} out."
+        f"{type(model).__name__} computes {variation.differs} ({found}): training would be wrong. Leave "
+        f"{variation.options} out."
     )

@@ -19,8 +19,6 @@ from .transfer import HasTensors, on_device
 
 # Outputs of attention and, if it returns them, its weights
 Attended = tuple[torch.Tensor, torch.Tensor | None]
-# Attention as transformers' layers call it: with a module, query, key, value and keyword arguments
-Attention = Callable[..., Attended]
 Derived = TypeVar("Derived")
 Arguments = ParamSpec("Arguments")
 

@@ -92,15 +92,19 @@ def dense_mask(layout: FlatLayout, window: int | None, dtype: torch.dtype) -> to
     return mask[None, None]
 
 
-def segment_attention(layout: FlatLayout, previous: str, module, query, key, value, **kwargs):
+def segment_attention(layout: FlatLayout, loaded_with: str, module, query, key, value, **kwargs):
     """The model's own attention, by groups of like segments ([`AttentionCalls`]): exact on every device and dtype."""
     # Eager functions have no public name
-    attend = upstream.attention_function(previous, module) if previous == "eager" else AttentionInterface()[previous]
+    attend = (
+        upstream.attention_function(loaded_with, module)
+        if loaded_with == "eager"
+        else AttentionInterface()[loaded_with]
+    )
     # Functions of the user's own, even under transformers' names, may place queries by the number of keys
     pads = getattr(attend, "__globals__", {}).get("__name__", "").startswith("transformers.")
     calls = AttentionCalls.of(layout, pads)
     # Eager functions add their mask to the scores
-    dtype = query.dtype if previous == "eager" else None
+    dtype = query.dtype if loaded_with == "eager" else None
     masks = masks_of_calls(layout, kwargs.pop("sliding_window", None), dtype, pads)
     outputs = []
     query, key, value = gathered(query, calls.query_rows), *(gathered(x, calls.key_rows) for x in (key, value))
@@ -110,7 +114,7 @@ def segment_attention(layout: FlatLayout, previous: str, module, query, key, val
     inputs = query.split(lengths), key.split(key_lengths), value.split(key_lengths)
     for mask, number, *parts in zip(masks, numbers, *inputs, strict=True):
         q, k, v = (x.unflatten(0, (number, -1)).transpose(1, 2) for x in parts)
-        if previous == "eager":  # `matmul` copies several segments, and a view would keep all queries too
+        if loaded_with == "eager":  # `matmul` copies several segments, and a view would keep all queries too
             q = q.contiguous()
         outputs.append(attend(module, q, k, v, mask, **kwargs)[0].flatten(0, 1))
     output = torch.cat(outputs)

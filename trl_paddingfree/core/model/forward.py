@@ -243,7 +243,7 @@ def flat_backbone(
         answers.append(outputs)
         return outputs
 
-    with layout_arguments(flat_model, batch) as arguments, ExitStack() as hooks:
+    with layout_arguments(flat_model, batch) as arguments, ExitStack() as registered:
 
         def give_layout(module, args, kwargs):
             if args:  # some heads pass `input_ids` by position
@@ -251,8 +251,8 @@ def flat_backbone(
             return (), {**kwargs, **(swapped or {}), **arguments}
 
         for backbone in backbones:
-            hooks.enter_context(backbone.register_forward_pre_hook(give_layout, with_kwargs=True))
-            hooks.enter_context(backbone.register_forward_hook(give_head))
+            registered.enter_context(backbone.register_forward_pre_hook(give_layout, with_kwargs=True))
+            registered.enter_context(backbone.register_forward_hook(give_head))
         yield answers
     if not answers:
         raise ValueError(

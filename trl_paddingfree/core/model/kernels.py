@@ -28,13 +28,13 @@ def _flat_values(query, key, value, dtype: torch.dtype | None, rows: GatherIndex
     return query, key, value
 
 
-def flash_attention(layout: FlatLayout, previous: str, module, query, key, value, scaling=None, **kwargs):
+def flash_attention(layout: FlatLayout, loaded_with: str, module, query, key, value, scaling=None, **kwargs):
     """transformers' own flash attention call, for flash-attn 2/3/4 and hub kernels, with our boundaries."""
     dtype = get_target_dtype(query, module)  # transformers casts float32 queries: PEFT keeps norms in float32
     q, k, v = (values[None] for values in _flat_values(query, key, value, dtype, layout.kv_gather))
     if kwargs.get("s_aux") is not None:
         kwargs["s_aux"] = kwargs["s_aux"].to(q.dtype)
-    kwargs |= {**boundaries(layout), "is_causal": True, "softmax_scale": scaling, "attn_implementation": previous}
+    kwargs |= {**boundaries(layout), "is_causal": True, "softmax_scale": scaling, "attn_implementation": loaded_with}
     output = upstream.flash_attention_forward(q, k, v, attention_mask=None, query_length=q.size(1), **kwargs)
     return output[..., : value.size(-1)], None
 
@@ -127,10 +127,10 @@ def takes_varlen(query: torch.Tensor, kwargs: Inputs) -> bool:
     )
 
 
-def varlen_attention(layout: FlatLayout, previous: str, module, query, key, value, **kwargs):
+def varlen_attention(layout: FlatLayout, loaded_with: str, module, query, key, value, **kwargs):
     """The flash attention kernel that ships in PyTorch. Unsupported calls go to [`segment_attention`]."""
     if not takes_varlen(query, kwargs) or layout.blocks is not None:  # the kernel is causal, image blocks are not
-        return segment_attention(layout, previous, module, query, key, value, **kwargs)
+        return segment_attention(layout, loaded_with, module, query, key, value, **kwargs)
     rows, values = layout.kv_gather, _flat_values(query, key, value, sdpa_dtype(query))
     copied = (None,) * 3 if rows is None else (rows.index, rows.order, rows.offsets)
     *lengths, _ = boundaries(layout).values()

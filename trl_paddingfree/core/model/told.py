@@ -18,10 +18,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from .. import upstream
 from ..flat.batch import Inputs
-from ..flat.layout import Attended, Attention, FlatLayout, once_per_layout
+from ..flat.layout import Attended, FlatLayout, once_per_layout
 from .architecture import config_value
 from .attention import BOUNDARIES, dense_mask
-from .backends import ATTENTION, ATTENTION_BACKENDS, BackendName
+from .backends import ATTENTION, ATTENTION_BACKENDS, BackendName, FlatAttention
 
 # transformers' names in `layer_types`; hybrid layers have attention and a state
 _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -145,13 +145,13 @@ def scale_of_rows(layout: FlatLayout, floor_scale: float, attn_scale: float) -> 
     return layout.tensor((row / flat).astype(np.float32))
 
 
-def _dispatch(attend: Attention, previous: str, module, query, key, value, attention_mask, **kwargs):
+def _dispatch(attend: FlatAttention, loaded_with: str, module, query, key, value, attention_mask, **kwargs):
     """
-    Attention as transformers calls it in each layer: `attend` computes flat batches, `previous` all other calls, which
-    compilers and exports trace.
+    Attention as transformers calls it in each layer: `attend` computes flat batches, and what the model was
+    `loaded_with` all other calls, which compilers and exports trace.
     """
     if isinstance(attention_mask, FlatMask):
-        return _of_layout(attend, previous, module, query, key, value, attention_mask, **kwargs)
+        return _of_layout(attend, loaded_with, module, query, key, value, attention_mask, **kwargs)
     # No model makes such masks. Exports must not be bound to shapes by the question
     is_unlike = attention_mask is not None and not torch.compiler.is_exporting()
     if is_unlike and attention_mask.shape == (1, 1, 1, 1) and key.size(2) > 1:
@@ -159,20 +159,20 @@ def _dispatch(attend: Attention, previous: str, module, query, key, value, atten
             "The mask that tells attention of a flat batch was copied on its way, and the copy lets all tokens see "
             "one another. Leave out what copies or offloads arguments of layers."
         )
-    return upstream.attention_function(previous, module)(module, query, key, value, attention_mask, **kwargs)
+    return upstream.attention_function(loaded_with, module)(module, query, key, value, attention_mask, **kwargs)
 
 
 @torch.compiler.disable  # it would compile the layout of each batch into the code
-def _of_layout(attend: Attention, previous: str, module, query, key, value, mask: FlatMask, **kwargs):
+def _of_layout(attend: FlatAttention, loaded_with: str, module, query, key, value, mask: FlatMask, **kwargs):
     """Attention of the flat batch whose layout its `mask` carries, with what goes around it."""
     kwargs = {name: x for name, x in kwargs.items() if name not in BOUNDARIES}
-    call = partial(_attend, attend, previous)
+    call = partial(_attend, attend, loaded_with)
     for around in reversed(mask.context.around):
         call = partial(around, call)
     return call(mask.context.layout, module, module, query, key, value, **kwargs)
 
 
-def _attend(attend: Attention, previous: str, layout: FlatLayout, layer, module, query, key, value, **kwargs):
+def _attend(attend: FlatAttention, loaded_with: str, layout: FlatLayout, layer, module, query, key, value, **kwargs):
     """Attention of a flat batch by the backend `attend`; for what goes around it, see `Around`."""
     held = vars(module)
     # Llama 4 scales queries by position in their row; their layer has used the position on the flat axis
@@ -180,7 +180,7 @@ def _attend(attend: Attention, previous: str, layout: FlatLayout, layer, module,
         floor = held["floor_scale"]
         if max(query.size(2), layout.segments.max_seqlen_k) >= floor:
             query = (query * scale_of_rows(layout, floor, held["attn_scale"])[:, None]).to(query.dtype)
-    return attend(layout, previous, module, query, key, value, **kwargs)
+    return attend(layout, loaded_with, module, query, key, value, **kwargs)
 
 
 class StandIn(str):
@@ -195,9 +195,9 @@ class StandIn(str):
 
     key: tuple[str, BackendName]  # the implementation that it stands in for, and the backend
 
-    def __new__(cls, previous: str, backend: BackendName):
-        name = super().__new__(cls, previous)
-        name.key = (previous, backend)
+    def __new__(cls, loaded_with: str, backend: BackendName):
+        name = super().__new__(cls, loaded_with)
+        name.key = (loaded_with, backend)
         return name
 
     def __reduce__(self):
@@ -212,12 +212,12 @@ class StandIn(str):
     __ne__ = object.__ne__  # asks `__eq__`, unlike that of `str`
 
 
-def register_attention(previous: str, backend: BackendName) -> StandIn:
-    """Register attention that runs flat batches by `backend`, other calls by `previous`; returns the name to set."""
-    name = StandIn(previous, backend)
-    AttentionInterface.register(name, partial(_dispatch, ATTENTION[backend], previous))
-    if previous in (masks := AttentionMaskInterface()):  # else transformers makes no masks for it
-        masks.register(name, masks[previous])  # padded calls keep theirs
+def register_attention(loaded_with: str, backend: BackendName) -> StandIn:
+    """Register attention that runs flat batches by `backend`, other calls by `loaded_with`; returns the name to set."""
+    name = StandIn(loaded_with, backend)
+    AttentionInterface.register(name, partial(_dispatch, ATTENTION[backend], loaded_with))
+    if loaded_with in (masks := AttentionMaskInterface()):  # else transformers makes no masks for it
+        masks.register(name, masks[loaded_with])  # padded calls keep theirs
     return name
 
 

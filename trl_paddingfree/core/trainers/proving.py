@@ -163,26 +163,26 @@ class StartUpCheck:
             self.say(description)
         return results[0].route
 
-    def prove_again(self, models: Models, vary: Variation) -> None:
+    def prove_again(self, models: Models, variation: Variation) -> None:
         """Prove that models which may compute batches in another way get the same results."""
         for model in models:
             base = self.base_of(model)
             flat_model = FlatModel.of(base)
-            if flat_model is None or not vary.serves(flat_model):
+            if flat_model is None or not variation.serves(flat_model):
                 continue
             trains = base is self.trained
             skipped = self.why_no_gradients(model) if trains else "it does not train"
             with self.in_precision():
-                key = self._key(base, model, flat_model.route, vary.name, skipped) if vary.lasts else ""
+                key = self._key(base, model, flat_model.route, variation.name, skipped) if variation.lasts else ""
                 record = self._recalled(key)
                 if record is not None and record.verdict is not None:
                     result = record.verdict
                 else:
-                    with shown(f"{type(base).__name__}: {vary.name.lower()}", self._shows, steps=1):
-                        result = prove_again(base, model, vary=vary, skipped=skipped, agree=self.all_agree)
+                    with shown(f"{type(base).__name__}: {variation.name.lower()}", self._shows, steps=1):
+                        result = prove_again(base, model, variation=variation, skipped=skipped, agree=self.all_agree)
                     self.earlier.keep(key, verdict=result)
             if trains:
-                self.say(f"{vary.name}: {result.extent} ({result}).")
+                self.say(f"{variation.name}: {result.extent} ({result}).")
 
     def _results_of(self, models: Models) -> list[CheckResult]:
         """The results of the check, one per model: all with shared prefixes, or none."""
