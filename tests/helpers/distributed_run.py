@@ -6,6 +6,7 @@ import os
 import random
 import sys
 from dataclasses import asdict
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -39,10 +40,10 @@ def tokens_to_score_in_every_second_pair() -> Dataset:
     return Dataset.from_list(rows)
 
 
-def with_answers(row: dict) -> dict:
-    """A pair as a prompt with its answers, of which there are three: three pairs."""
-    answers = [row["chosen"], row["rejected"], row["chosen"] + row["rejected"]]
-    return {"prompt": row["prompt"], "completions": answers, "scores": [2.0, 1.0, 0.0]}
+def with_answers(row: dict, number: int = 3) -> dict:
+    """A pair as a prompt with its answers, of which there are up to three: three pairs."""
+    answers = [row["chosen"], row["rejected"], row["chosen"] + row["rejected"]][:number]
+    return {"prompt": row["prompt"], "completions": answers, "scores": [2.0, 1.0, 0.0][:number]}
 
 
 def run(task: str, model: str, folder: str | Path, options: dict) -> None:
@@ -81,20 +82,21 @@ def train(task: str, model: str, output: Path, settings: dict, monkeypatch: pyte
 
         hold_tokens(monkeypatch, own.tokens_in_memory)
         passes = watch_passes(monkeypatch)
-    data = {"dpo": preference_data, "sft": conversations}[task]
+    data = {"dpo": preference_data, "reward": preference_data, "sft": conversations}[task]
     given = {"model": model, "max_length": 48, "per_device_train_batch_size": 8, "max_steps": -1}
     if own.images:
         data, given["max_length"] = {"dpo": vision_pairs, "sft": vision_messages}[task], None
     given["train_dataset"] = data(24 if own.images else 48, seed=1)
-    if own.answers:  # as many for each prompt, so that micro-batches of two processes weigh alike
-        given["train_dataset"] = Dataset.from_list([with_answers(row) for row in given["train_dataset"]])
+    if own.answers:  # each entry is the number of answers of some prompts
+        rows = zip(given["train_dataset"], cycle(own.answers))
+        given["train_dataset"] = Dataset.from_list([with_answers(*each) for each in rows])
     if own.unscored:
         given["train_dataset"] = tokens_to_score_in_every_second_pair()
         given["dataset_kwargs"] = {"skip_prepare_dataset": True}
     if own.lora:
         given["peft_config"] = LoraConfig(r=4, target_modules="all-linear")
     if own.evaluate:
-        given["eval_dataset"] = data(own.evaluate, seed=2)
+        given["eval_dataset"] = given["train_dataset"] if own.answers else data(own.evaluate, seed=2)
 
     def build(args, **arguments):
         if os.environ.get("ACCELERATE_USE_FSDP") == "true":

@@ -28,6 +28,7 @@ from .collate import (
     rows_of,
 )
 from .examples import LISTED, SCORED, Choice, as_pair, columns_of_answers, has_answers, parsed
+from .gather import GatherDifferentNumbers
 from .prepare import Preparation, with_pairs
 
 # Rows that are looked at before a model is loaded
@@ -176,20 +177,27 @@ class Collated(OfPairs, collated.Collated):
         return RawExamples(self._answer_choice) if self._is_vision_dataset else Examples()
 
     def _read_answers(self) -> None:
-        """Have the collator read answers, from now on."""
+        """Have the collator read answers, from now on, and the processes gather different numbers of pairs."""
         self._reads_answers = True
+        if (accelerator := vars(self).get("accelerator")) is None:  # it is still to be made, and the collator
+            return
+        if accelerator.num_processes > 1 and not isinstance(accelerator.gather, GatherDifferentNumbers):
+            accelerator.gather = GatherDifferentNumbers(accelerator.gather)
         if not self.flat.pads:
-            if self.flat.models:  # else, it is still to be made
+            if self.flat.models:
                 self.data_collator = self.data_collator.changed(read_as=self._read_as)
-        elif (collator := vars(self).get("data_collator")) is not None and not isinstance(collator, PaddedPairs):
+            return
+        # Those of streams would be cut into as many equal parts as there are processes, wherever pairs end
+        accelerator.dataloader_config.dispatch_batches = False
+        if (collator := vars(self).get("data_collator")) is not None and not isinstance(collator, PaddedPairs):
             self.data_collator: Any = PaddedPairs(collator, self._read_as)
 
     def _init(self, arguments: Arguments) -> None:
         super()._init(arguments)
         if self.flat.pads:
             self._take_raw_answers()
-            if self._reads_answers:
-                self._read_answers()  # TRL has set the collator last
+        if self._reads_answers:
+            self._read_answers()  # TRL has made the collator and the accelerator last
 
     def start_flat(self) -> None:
         if not self.flat.models:
@@ -261,8 +269,7 @@ class Collated(OfPairs, collated.Collated):
         if not self._reads_answers:
             return figures
         of_processes, self._new_pairs = of_all_processes([self._new_pairs], self.accelerator), 0
-        # Groups of processes compute the same pairs
-        return figures | {"flat/pairs": of_processes.sum().item() * self.num_streams // self.accelerator.num_processes}
+        return figures | {"flat/pairs": of_processes.sum().item()}  # each group of processes counts once
 
     def create_model_card(self, *args, **kwargs) -> None:
         super().create_model_card(*args, **kwargs)

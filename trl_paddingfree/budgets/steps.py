@@ -108,6 +108,9 @@ class PartMetrics:
     def log(self) -> None:
         """Log the metrics of the whole micro-batch, over all parts of all processes."""
         trainer, names, means = self.trainer, sorted(self.sums), {}
+        for name in trainer.averaged:
+            total, size, times = self.sums[name]
+            self.sums[name][:] = total / max(size, 1), min(size, 1), times
         values = [x for name in names for x in self.sums[name]]
         values.append(trainer._total_train_tokens - self.tokens_before)
         totals = of_all_processes(values, self.accelerator).sum(0)

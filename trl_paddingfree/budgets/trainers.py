@@ -40,6 +40,7 @@ class Budgets(FlatTrainer):
     changed_by_loss: ClassVar[tuple[str, ...]] = ()  # attributes that TRL's loss updates
     extremes: ClassVar[dict[str, Callable[..., float]]] = {}  # metrics that are a `min` or `max` over a micro-batch
     differences: ClassVar[dict[str, tuple[str, str]]] = {}  # metrics that are the difference of two others
+    averaged: ClassVar[tuple[str, ...]] = ()  # metrics of which each process weighs as much, whatever its size
     planner: MemoryPlanner | None = None  # schedules passes within budgets; `None` without one, and until `plan_memory`
     _steps: TrainingSteps | None = None  # training steps within budgets, with the planner
     _resumed_from: str | None = None  # the checkpoint that training resumed from

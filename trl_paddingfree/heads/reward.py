@@ -71,6 +71,7 @@ class PaddingFreeRewardTrainer(CollatedTrainer, RewardTrainer):
     trl_trainer, trl_config = RewardTrainer, RewardConfig
     config_class = PaddingFreeRewardConfig
     extremes = {"min_reward": min, "max_reward": max}
+    averaged = ("accuracy", "margin")
 
     def refuse_arguments(self, arguments: Arguments) -> None:
         super().refuse_arguments(arguments)
