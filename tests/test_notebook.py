@@ -1,5 +1,7 @@
 """The notebook runs from top to bottom, and is committed without what it printed."""
 
+import re
+
 import pytest
 
 from tests.helpers.pages import ROOT
@@ -35,3 +37,6 @@ def test_the_notebook_runs_from_top_to_bottom(notebook, tmp_path, monkeypatch):
     printed = "".join(output.get("text", "") for output in outputs)
     for layout in ("no shared prefixes", "shared prefixes"):
         assert f"padding-free (segment, {layout}): losses differ by" in printed
+    saved = re.search(r"5 pairs of each prompt, .*\n([\d,]+) tokens computed, where TRL computes ([\d,]+)", printed)
+    computed, padded = (int(number.replace(",", "")) for number in saved.groups())
+    assert computed < padded / 3
