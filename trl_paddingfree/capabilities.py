@@ -1,8 +1,13 @@
-"""What the package can do beside its core: each capability is one folder, named by nothing else but `cli/`.
+"""What the package can do beside its core: each capability is one folder, and only `cli/` imports it by its name.
 
 A folder may be deleted: what it adds is gone then, and everything else works. What it adds to the trainers lies in its
 `trainers.py`: `Collated` and `Online`, which are mixed in before the two bases of the trainers. Its options lie in its
-`options.py`: `Options`, which join [`~trl_paddingfree.PaddingFreeOptions`]. docs/house.md adds one.
+`options.py`: `Options`, which join [`~trl_paddingfree.PaddingFreeOptions`]. docs/house.md adds one, and has the seams.
+
+Where a folder is asked for by name, it is through [`module_of`] or [`needed`]: layers that carry states (`recurrent`)
+by `core/model/mixers.py`, `torch_compile` by `core/trainers/base.py`, slices by `budgets`, and what `padding_free` has
+options for by `anywhere`. Without any option of the user's, a trainer asks `argument_checks` and `data_checks` while it
+is made, `remembering` before its start-up check, and `proof` every 250 steps; the others do nothing.
 """
 
 from importlib import import_module

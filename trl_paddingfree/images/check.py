@@ -160,7 +160,7 @@ def prove_images(
 
 
 class ImageProof:
-    """The [`~trl_paddingfree.core.trainers.proving.Proof`] of a trainer's images, on the examples of a `probe`."""
+    """The [`~trl_paddingfree.core.trainers.proving.ExtraProof`] of a trainer's images, on the examples of a `probe`."""
 
     def __init__(self, probe: ImageProbe):
         self.probe: ImageProbe | None = probe  # `None` once made-up images could not be tried

@@ -18,7 +18,7 @@ from ..core.model.restored import random_state_restored
 from ..core.trainers import collated
 from ..core.trainers.base import FlatTrainer
 from ..core.trainers.configs import Arguments
-from ..core.trainers.proving import Proof
+from ..core.trainers.proving import ExtraProof
 from .check import MADE_UP, ImageProbe, ImageProof
 from .collate import FlatVisionCollator, VisionLanguageModelingCollator, vision_collator
 from .cuts import IMAGE_ARGUMENTS, split_by_row
@@ -45,7 +45,7 @@ class Images(FlatTrainer):
         """Examples with images for the check; `None` for text."""
         raise NotImplementedError
 
-    def proofs(self) -> Sequence[Proof]:
+    def proofs(self) -> Sequence[ExtraProof]:
         probe = self.images_to_try()
         self._image_proof = None if probe is None else ImageProof(probe)
         return [*super().proofs(), *filter(None, [self._image_proof])]

@@ -87,8 +87,8 @@ class FlatCollator(DataCollatorMixin):
     @classmethod
     def of(cls, other: Any) -> Self:
         """A collator that makes the rows of `other` flat, with all that it holds, fields or not."""
-        made = FlatCollator.changed(other)
-        made.__class__ = cls
+        made = FlatCollator.changed(other)  # a copy of TRL's collator, which knows no `changed`
+        made.__class__ = cls  # our own fields have the defaults of the class until `changed` sets them
         if type(other) not in cls.__bases__:
             made.collate = other  # a subclass may give other rows than TRL's
         return made

@@ -143,7 +143,7 @@ class FlatModel:
         batch = kwargs.pop("flat_batch", None)
         if depth < len(self.forwards) - 1:  # called by a head that TRL has added since: the tokens are flat already
             return self.forwards[depth](*args, **kwargs)
-        if batch is not None:
+        if batch is not None:  # of a collator
             if args:
                 raise TypeError("Give the rows of a `flat_batch` to the model by name: `input_ids=...`.")
             rows = kwargs.get("input_ids")
@@ -152,11 +152,12 @@ class FlatModel:
             compared = kwargs | {"labels": None} if self.is_pooled else kwargs  # theirs are not of tokens
             self.edits.add(edits(batch, compared), refuse_edits)
         elif kwargs.get("fused_lm_head") and self.flatten is not None and kwargs.get("shift_labels") is None:
+            # Rows that a trainer has generated
             if args:
                 kwargs = by_name(self.forwards[-1], args, kwargs)
             rows, mask = kwargs["input_ids"], kwargs.get("attention_mask")
             batch = self.flatten(rows, torch.ones_like(rows) if mask is None else mask, kwargs["labels"])
-        elif self.padded is not None:
+        elif self.padded is not None:  # of any trainer or loop, by `padding_free(model)`
             return self.padded.of_model(self.forwards[-1], args, kwargs)
         else:
             return self.forwards[-1](*args, **kwargs)

@@ -2,7 +2,8 @@
 
 TRL's trainers call `model(input_ids=rows, ..., labels=rows, fused_lm_head=True)` and read one float per token, or
 `model(input_ids=rows, ...)` with a pooled head and read one float per row. With a `flat_batch` among the arguments, the
-model computes the flat tokens instead, and answers in the same rows.
+model computes the flat tokens instead, and answers in the same rows. The collator puts the `flat_batch` beside the
+rows, and TRL passes it on, as all keys of a batch that its losses do not read (DPO: `model_kwargs`, SFT: `**inputs`).
 """
 
 import math

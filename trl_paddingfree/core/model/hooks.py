@@ -2,7 +2,9 @@
 
 A batch brings the hooks of what it is made of (its images, its slices), in [`FlatBatch.hooks`]; a model brings those of
 how it is trained (the processes that share a batch, the layers that recompute), in [`FlatModel.hooks`]. Those of the
-batch come first. This is the only place where a pass meets a capability.
+model begin a pass, as they may add to those of the batch, which come first in all that follows. Apart from them, a pass
+meets a capability only in layers that carry states ([`~trl_paddingfree.core.model.mixers.Mixers`]), and in calls that
+bring no flat batch (`FlatModel.flatten`, `FlatModel.padded`).
 """
 
 from collections.abc import Callable, Iterable

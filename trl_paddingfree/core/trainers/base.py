@@ -26,7 +26,7 @@ from .card import append_to_card, without_padding
 from .configs import Arguments, PaddingFreeOptions, config_of, silence
 from .engine import base_of, wants_compiled
 from .evaluation import weigh_last_batch
-from .proving import Models, Proof, StartUpCheck
+from .proving import ExtraProof, Models, StartUpCheck
 from .runtime import Runtime, Step, when_flat
 
 
@@ -85,11 +85,11 @@ class FlatTrainer(Trainer):
             return
         refusals.take_out_of_compilers(arguments)
         self.refuse_arguments(arguments)
-        # It would pad (DPO), or refuse `max_length` (SFT)
+        # With `padding_free=True`, TRL would warn and pad (DPO), or refuse `max_length` (SFT)
         with attributes_set([(config, "padding_free", False)]), self.as_it_trains(config):
             super().__init__(**arguments)
         refuse_moved_names(type(self), self)
-        self.padding_free = True
+        self.padding_free = True  # as the user has set it: TRL has read it while it was off
         self.start_flat()
         bases = [self.flat_base(model) for model in self.flat_models()]
         # TRL drops the reference once its log-probabilities are precomputed
@@ -132,7 +132,7 @@ class FlatTrainer(Trainer):
         """Refuse data with images, unless a capability trains on them."""
         refusals.refuse_images(arguments)
 
-    def proofs(self) -> Sequence[Proof]:
+    def proofs(self) -> Sequence[ExtraProof]:
         """What the start-up check proves beside text."""
         return ()
 

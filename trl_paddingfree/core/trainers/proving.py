@@ -50,7 +50,7 @@ def sharing_together(
     return results
 
 
-class Proof(Protocol):
+class ExtraProof(Protocol):
     """What the start-up check proves beside text, such as images."""
 
     said: str  # what was tried, for the log; empty if nothing was
@@ -70,7 +70,7 @@ class StartUpCheck:
     accelerator: Accelerator
     options: PaddingFreeOptions
     args: TrainingArguments
-    proofs: Sequence["Proof"] = ()
+    proofs: Sequence["ExtraProof"] = ()
     earlier: Verdicts = field(default_factory=NoVerdicts)
     trained: PreTrainedModel | None = None  # the only model that needs gradients
     # Models whose weights an engine has yet to place, including the trained one: each is proven when first called

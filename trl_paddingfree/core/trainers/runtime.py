@@ -29,8 +29,8 @@ AroundLoss = Callable[..., Any]
 @dataclass
 class Runtime:
     """
-    What this package keeps for one trainer. Only the first three fields are set before TRL's `__init__` runs; those
-    without a default are set while it is made.
+    What this package keeps for one trainer, as its `flat`. Made before TRL's `__init__` runs; the fields without a
+    default are set after it, before the trainer is done.
     """
 
     options: PaddingFreeOptions
