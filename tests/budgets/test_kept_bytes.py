@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.helpers.architectures import with_head
 from tests.helpers.reference_flash import varlen_on
 from tests.helpers.tiny import ATTENTIONS, SHARING, make_model
 from trl_paddingfree import FlatBatch
-from trl_paddingfree.budgets.features import memory_features
+from trl_paddingfree.budgets.features import ALL_PAIRS, KEYS, TOKENS, memory_features
 from trl_paddingfree.budgets.kept_bytes import count_kept_bytes
 from trl_paddingfree.budgets.saved_bytes import SavedBytes
 from trl_paddingfree.core.model.casts import cast_inputs_once
@@ -86,3 +87,19 @@ def test_a_layer_keeps_15_percent_less_of_a_token(once, kilobytes):
     sizes = memory_features(FlatBatch.from_rows([[1] * LENGTH], [[1] * LENGTH], prefix_sharing=False), route)
     sizes[0] = 0  # of any number of tokens
     assert kept @ sizes * WIDTH / LENGTH / 1e3 == pytest.approx([kilobytes] * 2, rel=0.01)
+
+
+def test_scores_that_a_device_keeps_are_charged_to_pairs_and_not_to_keys():
+    """Where SDPA has no kernel without scores, a token of a long row would cost seven times that of a short one."""
+    model, route = make_model(), Route("segment", "sdpa", True)
+    FlatModel.install(with_head(model), route)
+    fused = count_kept_bytes(model, route)
+    with sdpa_kernel(SDPBackend.MATH):
+        scores = count_kept_bytes(model, route)
+    assert not fused.kept[:, ALL_PAIRS].any()
+    # The probabilities of four heads in float32, of every pair
+    np.testing.assert_allclose(scores.kept[:, ALL_PAIRS], 4 * 4, rtol=1e-6)
+    assert scores.largest[ALL_PAIRS] >= 4 * 4
+    # What both keep of tokens are the same tensors, but for copies of keys and values, one per head
+    assert (scores.kept[:, [TOKENS, KEYS]].sum(1) < 1.2 * fused.kept[:, [TOKENS, KEYS]].sum(1)).all()
+    assert scores.factor < 1.3

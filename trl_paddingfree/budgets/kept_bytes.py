@@ -24,7 +24,7 @@ from ..core.model.restored import attributes_set, buffers_restored, random_state
 from ..core.model.routes import Route
 from ..recomputable import checkpointing_layers, recomputable_layers
 from ..spans import NO_WINDOW
-from .features import KEYS, PAIRS, SCORED, TOKENS, memory_features
+from .features import ALL_PAIRS, KEYS, PAIRS, SCORED, TOKENS, memory_features
 from .keys import keys_noted
 from .saved_bytes import SavedBytes
 
@@ -128,8 +128,10 @@ def count_kept_bytes(
     factor = (_moments(counted, number) / np.maximum(_moments(seen @ of_all.T, number), 1)).max()
     kept, recomputed = of_all[1 : number + 1], of_all[number + 1 : -1]
     # Scores are the largest tensor only in rows longer than these. Masks get no gradient: no working memory
-    largest = _nonnegative(fitted, fitted_counts[:, -1], PAIRS, SCORED)
+    all_pairs = kept[:, ALL_PAIRS].max()
+    largest = _nonnegative(fitted, fitted_counts[:, -1], PAIRS, SCORED, *([] if all_pairs else [ALL_PAIRS]))
     largest[PAIRS] = 0 if route.loaded_with == "sdpa" else kept[:, PAIRS].max()
+    largest[ALL_PAIRS] = max(largest[ALL_PAIRS], all_pairs)
     windows = np.unique([NO_WINDOW, *(window for _, window, _ in noted)])
     numbers = {module: i for i, layer in enumerate(layers) for module in layer.modules()}
     of_keys = np.zeros((number, len(windows)))
@@ -157,11 +159,16 @@ def _moments(counts: np.ndarray, number: int) -> np.ndarray:
 def _per_feature(features: np.ndarray, counts: np.ndarray, *without: int) -> np.ndarray:
     """
     `(F,)`: bytes per unit of each feature, 0 for those in `without`, fitted to `features (N, F)` and `counts (N,)`.
-    Pairs, whose error would grow with the square of lengths, are used only if that halves the error.
+    Pairs, whose error would grow with the square of lengths, are used only if that halves the error; all of them, if
+    the device's SDPA keeps their scores.
     """
-    plain, full = _nonnegative(features, counts, PAIRS, *without), _nonnegative(features, counts, *without)
-    errors = [np.abs(features @ per_feature - counts).max() for per_feature in (plain, full)]
-    return full if errors[0] > max(_NEGLIGIBLE * counts.max(), 2 * errors[1]) else plain
+    best, error = np.zeros(0), np.inf
+    for unused in ((PAIRS, ALL_PAIRS), (ALL_PAIRS,), (PAIRS,), ()):
+        fitted = _nonnegative(features, counts, *unused, *without)
+        off = np.abs(features @ fitted - counts).max()
+        if not len(best) or error > max(_NEGLIGIBLE * counts.max(), 2 * off):
+            best, error = fitted, off
+    return best
 
 
 def _nonnegative(features: np.ndarray, counts: np.ndarray, *without: int) -> np.ndarray:
