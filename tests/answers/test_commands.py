@@ -6,6 +6,9 @@ import pytest
 from datasets import Dataset
 
 from tests.answers.runs import pairs_of, scored
+from tests.answers.test_images import vision_answers
+from tests.helpers.folders import needs
+from tests.helpers.vision import make_vision
 from tests.runs import make_trainer
 from trl_paddingfree.cli.main import main
 from trl_paddingfree.cli.train import main as train
@@ -48,7 +51,7 @@ def test_inspect_names_a_bad_row(model_dir, tmp_path, capsys):
     assert "Row 0 of the inspected data: `scores` has 1 entries" in capsys.readouterr().err
 
 
-def test_a_training_command_reads_answers_and_its_options_from_a_file(data, model_dir, tmp_path):
+def test_a_training_command_reads_answers_and_its_options_from_a_file(data, model_dir, tmp_path, capsys):
     config = tmp_path / "config.yaml"
     config.write_text("answer_pairs: extremes\nmin_score_margin: 1\n")
     given = {"model_name_or_path": model_dir, "dataset_name": data, "output_dir": tmp_path / "out", "config": config}
@@ -56,3 +59,14 @@ def test_a_training_command_reads_answers_and_its_options_from_a_file(data, mode
     train("dpo", [word for name, value in given.items() for word in (f"--{name}", str(value))])
     state = json.loads((tmp_path / "out" / "checkpoint-1" / "trainer_state.json").read_text())
     assert state["log_history"][0]["flat/pairs"] == 2
+    assert "prompts per second" in capsys.readouterr().out
+
+
+@needs("images")
+def test_inspect_says_that_it_does_not_count_images_of_several_answers(tmp_path, capsys):
+    model, processor = make_vision("llava", 0)
+    for part in (model, processor):
+        part.save_pretrained(tmp_path)
+    vision_answers(4, 0).to_parquet(tmp_path / "answers.parquet")
+    assert main(["inspect", str(tmp_path / "answers.parquet"), "--tokenizer", str(tmp_path)]) == 2
+    assert "which `inspect` cannot count: to count it, give each pair a row" in capsys.readouterr().err

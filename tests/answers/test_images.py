@@ -7,11 +7,12 @@ import pytest
 from datasets import Dataset
 
 from tests.answers.runs import compare
+from tests.helpers.folders import needs
 from tests.helpers.tiny import text
 from tests.helpers.vision import SAMPLE, WORDS, on_images, vision_pairs
 from tests.runs import make_trainer
 
-pytestmark = pytest.mark.trl_1
+pytestmark = [pytest.mark.trl_1, needs("images")]
 
 
 def vision_answers(n: int, seed: int) -> Dataset:

@@ -254,6 +254,10 @@ class Collated(OfPairs, collated.Collated):
 
     # --- figures ----------------------------------------------------------------------------------------------------
 
+    @property
+    def sample_unit(self) -> str:
+        return "prompts" if self._reads_answers else super().sample_unit
+
     def after_init(self) -> None:
         super().after_init()
         if self._reads_answers:

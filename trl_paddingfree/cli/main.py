@@ -117,7 +117,10 @@ def inspect(args: argparse.Namespace) -> int:
     task, rows_of = task_of(columns, TASKS, () if images is None else [*filter(images.vision_collator, TASKS)]), None
     if is_of_answers:
         if with_images:
-            raise ValueError("The data has images and several answers per prompt: give each pair a row of its own.")
+            raise ValueError(
+                "The data has images and several answers per prompt, on which DPO trains, and which `inspect` cannot "
+                "count: to count it, give each pair a row of its own."
+            )
         rows_of = answers.AnswersOf(task, answer_pairs=args.answer_pairs, min_score_margin=args.min_score_margin)
         dataset = rows_of.with_pairs(dataset)
     report = measure(
