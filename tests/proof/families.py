@@ -6,6 +6,7 @@ import torch
 
 from tests.core.check.test_architectures import EAGER_ONLY, MUST_WORK
 from tests.helpers.architectures import tiny_model
+from tests.helpers.float64 import in_float64
 from tests.helpers.tiny import DATA, arguments
 from tests.runs import make_trainer
 from trl_paddingfree import UnprovenModelError
@@ -20,6 +21,8 @@ def honest(name: str, dtype: torch.dtype, steps: int, task: str = "sft") -> Cert
     kind, options = FAMILIES[name]
     attention = "eager" if name in (*EAGER_ONLY, "mamba2") else "sdpa"
     model: Any = tiny_model(kind, attn_implementation=attention, **options).to(dtype)
+    if dtype == torch.float64:
+        model = in_float64(model)
     if model.base_model is model:  # Llama 4
         model.base_model_prefix = "model"
     given = {"router_aux_loss_coef": 0.0}  # of some mixtures, TRL's loss of the routers finds no number of experts

@@ -1,7 +1,8 @@
 """Mistakes that are put into a model, each with what has it act, and where they are caught."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +40,8 @@ class Mistake:
     wrong: Callable[[torch.Tensor, Call], torch.Tensor]  # what a layer returns
     shared: int = 0  # tokens that these rows share
     gradients: bool = False  # only in calls with gradients
+    before: list[int] = field(default_factory=list)  # lengths of the rows of the micro-batch before that one
+    options: dict[str, Any] = field(default_factory=dict)  # of the trainer
 
 
 def leak(size):
@@ -70,6 +73,12 @@ def detached(states, call):
     return states.detach()
 
 
+def if_compiled(states, call):
+    return 1.05 * states if torch.compiler.is_compiling() else states
+
+
+# Shown by the second of two micro-batches of as many tokens
+KEPT = "angles kept from an earlier flat row as long"
 LONG = [120] * BATCH  # about 1,900 tokens
 MISTAKES = [
     Mistake("a leak above 1,600 tokens", lambda c: c.length > 1600, LONG, leak(0.1)),
@@ -92,6 +101,16 @@ MISTAKES = [
     Mistake("from the 45th call on", lambda c: c.number > 45 and c.starts > 1, [20] * 16, scaled),
     Mistake(
         "rows of more than 250 tokens", lambda c: c.starts > 1 and c.length > 2 * 250, [260, 250, *[9] * 14], scaled
+    ),
+    Mistake(
+        "a compiled layer above 1,600 tokens",
+        lambda c: c.length > 1600,
+        LONG,
+        if_compiled,
+        options={"torch_compile": True, "torch_compile_backend": "aot_eager"},
+    ),
+    Mistake(
+        KEPT, lambda c: c.length > 1600, [150] * 8 + [90] * 8, lambda states, call: states, before=[90] * 8 + [150] * 8
     ),
 ]
 
@@ -119,23 +138,40 @@ def plant(model, mistake):
         return mistake.wrong(found, state) if acts else found
 
     layer.mlp.forward = wrong
+    if mistake.name == KEPT:
+        keep_angles(model.base_model.rotary_emb)
     return model
+
+
+def keep_angles(rotary):
+    """Have cosines and sines come from the first flat row of a length."""
+    forward, kept = rotary.forward, {}
+
+    def wrong(states, position_ids):
+        found = forward(states, position_ids)
+        length = position_ids.size(1)
+        return kept.setdefault(length, found) if len(position_ids) == 1 and length > 1600 else found
+
+    rotary.forward = wrong
 
 
 def data(mistake, shows_at):
     """Micro-batches of short rows, but for the one that shows the mistake."""
     rng, rows = np.random.default_rng(0), []
     for step in range(STEPS):
-        shows = step == shows_at
+        shows, is_before = step == shows_at, step == shows_at - 1
         prefix = rng.integers(5, 60, mistake.shared if shows else 0).tolist()
         for i in range(BATCH):
-            length = mistake.lengths[i] if shows else int(rng.integers(4, 9))
+            length = int(rng.integers(4, 9))
+            if shows or (is_before and mistake.before):
+                length = (mistake.lengths if shows else mistake.before)[i]
             rows.append({"input_ids": prefix + rng.integers(5, 60, length - len(prefix)).tolist()})
     return Dataset.from_list(rows)
 
 
 def caught(mistake, shows_at):
     """Where it is caught."""
+    shows_at = max(shows_at, len(mistake.before) > 0)
     model = plant(make_model(max_position_embeddings=4096, num_hidden_layers=2), mistake)
     given = {
         "model": model,
@@ -144,6 +180,7 @@ def caught(mistake, shows_at):
         "check_steps": 1,
         "max_length": None,
     }
+    given |= mistake.options
     given |= {"per_device_train_batch_size": BATCH, "train_sampling_strategy": "sequential", "steps": STEPS}
     try:
         trainer = make_trainer("sft", "shared" if mistake.shared else "flat", **given)

@@ -382,7 +382,11 @@ def _verdict(rows: Rows) -> Verdict:
         with otherwise:
             noises.append(rows.alone(flat))
     with outside_autocast(model):
-        if relative_error(again.answers, flat.answers) > rounding_unit(model):
+        unit = rounding_unit(model)
+        moves = relative_error(again.answers, flat.answers) > unit
+        if flat.at_tokens.numel():
+            moves |= relative_error(again.at_tokens, flat.at_tokens) > _least(unit)[1]
+        if rows.largest(moves):
             return Verdict(skipped="it draws at random in training, or keeps something of earlier calls")
         return _compared(rows, flat, expected, [noise for noise in noises if noise is not None])
 
@@ -393,13 +397,9 @@ def _compared(rows: Rows, flat: Pass, expected: Pass, noises: Sequence[Pass] = (
         alone = {row: expected.at_tokens[rows.places[row]] for row in rows.compared}
         if failure := wrong_tokens(flat.at_tokens[None], alone, rows.places, rows.compared):
             return Verdict(failure=failure)
-    unit = rounding_unit(rows.flat_model.model)
+    unit, verdicts = rounding_unit(rows.flat_model.model), []
     half = HALF_DIGITS_FACTOR * unit**0.5
-    least = [unit * number for number in _LEAST_UNITS]
-    if unit > torch.finfo(torch.float32).eps:
-        least = [unit * _LEAST_UNITS_IN_LOW_PRECISION, min(half, MOST_NOISE)]
-    verdicts = []
-    for errors, tolerance in zip((_errors_of_answers, _errors_of_gradients), least, strict=True):
+    for errors, tolerance in zip((_errors_of_answers, _errors_of_gradients), _least(unit), strict=True):
         if not (found := errors(rows, flat, expected)):
             continue
         worst = max(found, key=lambda name: (math.isnan(found[name]), found[name]))
@@ -407,6 +407,13 @@ def _compared(rows: Rows, flat: Pass, expected: Pass, noises: Sequence[Pass] = (
         most = min(NOISE_FACTOR * max(measured, default=0.0), max(half, MOST_NOISE))
         verdicts.append(Verdict(found[worst], worst, max(tolerance, most)))
     return max(verdicts, key=lambda x: (math.isnan(x.error), x.error / x.tolerance))
+
+
+def _least(unit: float) -> tuple[float, float]:
+    """The least tolerances of answers and gradients."""
+    if unit <= torch.finfo(torch.float32).eps:
+        return unit * _LEAST_UNITS[0], unit * _LEAST_UNITS[1]
+    return unit * _LEAST_UNITS_IN_LOW_PRECISION, min(HALF_DIGITS_FACTOR * unit**0.5, MOST_NOISE)
 
 
 def _errors_of_answers(rows: Rows, found: Pass, expected: Pass) -> dict[str, float]:
