@@ -61,6 +61,7 @@ def test_looks_leave_no_trace_in_training(task):
         ("sft", {"max_tokens_per_micro_batch": 24}),
         ("dpo", {"max_tokens_per_micro_batch": 40}),
         ("dpo", {"max_tokens_per_micro_batch": 30, "loss_type": "aot"}),
+        ("dpo", {"memory_budget": 1.0}),
         ("dpo", {"pad_to_multiple_of": 16}),
         ("grpo", {"max_tokens_per_micro_batch": 60}),
     ],

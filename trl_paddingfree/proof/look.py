@@ -197,7 +197,7 @@ class Rows:
 
     def flat(self) -> Pass:
         """The flat batch as the step computes it."""
-        with torch.no_grad():  # as a budget schedules it, but without what it notes of passes that train
+        with torch.set_grad_enabled(self.trains):  # as a budget schedules it, with as many layers that recompute
             batch = self.flat_model.begin_pass(self.batch)
         with torch.compiler.set_stance("default"):  # compiled layers as they are
             return self._computed(self.inputs | {"flat_batch": batch}, self.compared, batch)

@@ -1,0 +1,29 @@
+"""Honest runs are not stopped, and have the same bits as without looks."""
+
+import pytest
+
+from tests.helpers.folders import needs
+from tests.helpers.random_runs import DTYPES, outcome_of_looks
+from tests.helpers.tiny import SEED
+from tests.proof.families import FAMILIES, honest
+
+OF_ALL = needs("arranging", "budgets", "heads", "online", "recurrent", "slices")  # draws combine what these add
+
+
+@pytest.mark.trl_1
+@OF_ALL
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize("seed", range(SEED * 1000, SEED * 1000 + 10))
+def test_a_random_draw_has_the_same_bits_with_looks(seed):
+    result = outcome_of_looks(seed)
+    assert result["verdict"] in ("same", "refused"), result
+
+
+@pytest.mark.drawn(4)
+@needs("recurrent")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_look_finds_a_mistake_in_an_honest_family(name, dtype):
+    found = honest(name, dtype, steps=2)
+    assert not isinstance(found, str), found
+    assert found.number or name == "phimoe"  # which draws its experts at random in training
