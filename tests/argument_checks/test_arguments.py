@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel, TrainerCallback
 from trl import DPOConfig
 
 from tests.helpers.refused import build, without
@@ -56,6 +56,13 @@ REFUSED = {
         "`f_divergence_type='kl'` is not a value of TRL's DPOTrainer, which has 'reverse_kl', 'forward_kl', ",
     ),
     "no scale": ("grpo", {"scale_rewards": "batches"}, "which has 'group', .* mean `scale_rewards='batch'`"),
+    "a callback": (
+        "sft",
+        {"callbacks": TrainerCallback()},
+        r"`callbacks` is a TrainerCallback, and must be a list: pass `callbacks=\[...\]`",
+    ),
+    "an optimizer": ("sft", {"optimizers": torch.optim.SGD}, "`optimizers` is the class SGD, and must be a pair: pass"),
+    "arguments of no optimizer": ("sft", {"optim_args": "lr"}, "`optim_args='lr'` must be pairs such as `'rank=8,"),
     "no folder": ("dpo", {"output_dir": ""}, "`output_dir=''` names no folder"),
     "a file": ("dpo", {"output_dir": __file__}, "`output_dir='.*py'` is a file, and checkpoints go to a folder"),
     "a folder in a file": ("sft", {"output_dir": f"{__file__}/a/b"}, "` lies below '.*py', which is a file"),

@@ -293,6 +293,12 @@ def test_a_chat_template_that_is_none_is_refused_before_models_load_if_data_need
     build(task, train_dataset=Dataset.from_list([plain] * 4), processing_class=tokenizer)
 
 
+@pytest.mark.parametrize("task", ["sft", "dpo", "kto", "reward"])
+def test_rows_in_place_of_a_held_out_dataset_are_named(task):
+    with pytest.raises(ValueError, match="The a data is a list, and no dataset: load one with `load_dataset`, or make"):
+        build(task, eval_dataset={"a": DATA[task](4, SEED).to_list()})
+
+
 def test_an_evaluation_set_called_train_hides_no_training_data():
     rows = Dataset.from_list([GOOD, {**GOOD, "chosen": None}])
     with pytest.raises(ValueError, match="Row 1 of the train data"):

@@ -247,7 +247,11 @@ def test_rewards_that_are_no_numbers_are_named_with_their_function(task):
     def forgets(completions, **kwargs):
         praise(completions)
 
+    def takes_little(completions):
+        return [1.0] * len(completions)
+
     for function, said in (
+        (takes_little, "The reward function 'takes_little' does not take what TRL passes .*: write it as `def reward"),
         (praise, "The reward function 'praise' returned 'good' as reward 0: return a number for each completion"),
         (forgets, "The reward function 'forgets' returned None: return a list of numbers"),
     ):

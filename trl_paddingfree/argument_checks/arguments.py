@@ -23,8 +23,25 @@ _INSTANCES = {
 }
 
 
+def _refuse_containers(arguments: Arguments) -> None:
+    """Refuse single objects in place of several."""
+    callbacks, optimizers = arguments.get("callbacks"), arguments.get("optimizers", (None, None))
+    if not isinstance(callbacks, list | None):
+        raise ValueError(f"`callbacks` is {_short(callbacks)}, and must be a list: pass `callbacks=[...]`.")
+    if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
+        raise ValueError(
+            f"`optimizers` is {_short(optimizers)}, and must be a pair: pass `optimizers=(optimizer, scheduler)`, with "
+            "`None` for what `args` should make."
+        )
+
+
+def _short(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+
+
 def refuse_classes(arguments: Arguments) -> None:
-    """Refuse classes in place of objects, and what is neither a model nor the name of one."""
+    """Refuse classes in place of objects, single objects in place of several, and what is no model nor its name."""
+    _refuse_containers(arguments)
     for name, how in _INSTANCES.items():
         if isinstance(value := arguments.get(name), type):
             raise ValueError(

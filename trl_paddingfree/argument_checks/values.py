@@ -109,6 +109,8 @@ def refuse_wrong_values(config: Any) -> None:
         is_wrong = isinstance(value, str) and value not in known and value != field.default
         if known and is_wrong and field.name not in (*DOCUMENTED, _TAKES_MORE):
             raise _not_among(field.name, value, known)
+    if isinstance(given := values.get("optim_args"), str) and any(x.count("=") != 1 for x in given.split(",")):
+        raise ValueError(f"`optim_args={given!r}` must be pairs such as `'rank=8,scale=0.5'`.")
     kwargs = values.get("gradient_checkpointing_kwargs")
     for name in set(kwargs) - _OF_CHECKPOINTS if isinstance(kwargs, dict) else ():
         if meant := did_you_mean(name, _OF_CHECKPOINTS):

@@ -77,6 +77,11 @@ class Collated(Checked, collated.Collated):
         )
         given = call.arguments
         name, args, tokenizer = given["dataset_name"], given["args"], tokenizer_of(processing_class)
+        if not isinstance(dataset, Dataset | IterableDataset):
+            raise ValueError(
+                f"The {name} data is a {type(dataset).__name__}, and no dataset: load one with `load_dataset`, or make "
+                "one with `Dataset.from_list(...)`."
+            )
         if given.get("formatting_func") is None:
             if not any(dataset is each for each in self._looked_at):
                 refuse_rows(dataset, name, task, args)
