@@ -52,7 +52,8 @@ def _refuse_unless_reached(what: str) -> None:
     address = urlsplit(constants.ENDPOINT)
     if not reason and not getproxies():  # a proxy may reach what we cannot
         try:
-            create_connection((address.hostname or "", address.port or 443), timeout=_PATIENCE).close()
+            port = address.port or (80 if address.scheme == "http" else 443)
+            create_connection((address.hostname or "", port), timeout=_PATIENCE).close()
         except OSError as error:
             reason = f"{address.hostname} cannot be reached ({error})"
     if reason:
