@@ -62,3 +62,10 @@ def test_a_bad_row_with_images_is_named():
     rows[110] = {**rows[110], "scores": [float("nan")] * len(rows[110]["scores"])}
     with pytest.raises(ValueError, match=r"Row 110 of the train data: `scores\[0\]` is nan"):
         make_trainer("dpo", "ours", **on_images("llava", "dpo"), train_dataset=Dataset.from_list(rows))
+
+
+@pytest.mark.parametrize("padding_free", [True, False])
+def test_a_transform_is_refused_by_name(padding_free):
+    data = DATA.with_transform(lambda rows: rows)
+    with pytest.raises(ValueError, match="several answers per prompt, and a transform"):
+        make_trainer("dpo", "ours", **on_images("llava", "dpo"), train_dataset=data, padding_free=padding_free)

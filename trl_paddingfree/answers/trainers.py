@@ -214,6 +214,8 @@ class Collated(OfPairs, collated.Collated):
                 return {key: taken(each, key) for key, each in dataset.items()}
             if not self._has_answers(dataset):
                 return dataset
+            if self.flat.pads:  # else, they were looked at before models were loaded
+                self._first_pairs(dataset, name)
             self._reads_answers = True
             return with_pairs(dataset, self._answer_choice, name)
 
