@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 
+from tests.helpers.architectures import tiny_model
 from tests.helpers.tiny import DATA, arguments, following_rotary, make_model, preference_data
 from tests.runs import make_trainer, train
 from trl_paddingfree import PaddingFreeDPOConfig, UnprovenModelError
@@ -208,6 +210,31 @@ def test_a_size_that_is_off_with_some_tokens_only_is_rounding_in_low_precision(c
     assert trainer._looks.found.doubts == 1
     assert "of their size, but not with other tokens in the same places" in caplog.text
     assert "In 1 of them, more differed" in str(trainer._looks.found)
+
+
+def test_mixed_precision_rounds_as_its_dtype(monkeypatch):
+    """Weights are in float32: what bfloat16 may be off by, measured or not, is a mistake without it."""
+    monkeypatch.setattr("trl_paddingfree.proof.look._WIDER", ())
+    for bf16 in (False, True):
+        options = {"steps": 1, "check_steps": 1, "train_dataset": DATA["sft"](16, 1), "bf16": bf16}
+        trainer = make_trainer("sft", "shared", **options, **arguments("sft", adapters=False))
+        scaled_above(trainer.model, 40, 1.004)
+        with nullcontext() if bf16 else pytest.raises(UnprovenModelError):
+            trainer.train()
+
+
+def test_positions_that_count_padding_on_the_left_do_so_in_single_rows():
+    """By a collator of the user's, for a model that counts columns."""
+    model = tiny_model("gpt2")
+    rows = [{"input_ids": [0] * pad + [*range(5, 20 - pad)], "pad": pad} for pad in (0, 3, 6, 1)]
+
+    def collate(examples):
+        ids = torch.tensor([row["input_ids"] for row in examples])
+        mask = (ids > 0).long()
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask.cumsum(1) < 2, -100)}
+
+    options = {"data_collator": collate, "train_dataset": Dataset.from_list(rows), "remove_unused_columns": False}
+    assert_looked(trained("sft", 1, steps=2, **options, **arguments("sft", model=model, adapters=False)), 2)
 
 
 def failing(model, fails):

@@ -254,6 +254,12 @@ class Rows:
         for hook in self.batch.hooks:
             inputs, make = hook.alone(row, inputs)
         ids = inputs["input_ids"]
+        positions = self.batch.position_ids[0, self.places[row]]
+        if inputs.get("position_ids") is None and (positions.diff(prepend=positions.new_tensor([-1])) != 1).any():
+            # Models that count by column count the padding before a row, too
+            inputs["position_ids"] = torch.nn.functional.pad(positions, [0, wider], value=fill.get("position_ids", 0))[
+                None
+            ]
         if wider and inputs.get("attention_mask") is None:
             inputs["attention_mask"] = (torch.arange(ids.size(1), device=ids.device) < stop - start)[None].long()
         batch = self._in_slices(inputs, make)
@@ -358,6 +364,7 @@ def _looked(rows: Rows) -> Looked:
 
 def _verdict(rows: Rows) -> Verdict:
     model = rows.flat_model.model
+    unit = rounding_unit(model)  # of the model, which computes under autocast
     flat = rows.tried(rows.flat)
     if isinstance(flat, str):
         rows.left_out |= dict.fromkeys(rows.numbers, f"{flat}, of the flat batch")
@@ -372,7 +379,7 @@ def _verdict(rows: Rows) -> Verdict:
         elif len(rows.left_out) == len(rows.numbers):
             found = Verdict(skipped="no row could be computed alone")
         else:
-            found = _compared(rows, flat, expected)
+            found = _compared(rows, unit, flat, expected)
         # All processes measure rounding, or none does: their passes may wait for each other
         if not rows.largest(not found.passed) or rows.largest(bool(found.failure)):
             return found
@@ -382,22 +389,21 @@ def _verdict(rows: Rows) -> Verdict:
         with otherwise:
             noises.append(rows.alone(flat))
     with outside_autocast(model):
-        unit = rounding_unit(model)
         moves = relative_error(again.answers, flat.answers) > unit
         if flat.at_tokens.numel():
             moves |= relative_error(again.at_tokens, flat.at_tokens) > _least(unit)[1]
         if rows.largest(moves):
             return Verdict(skipped="it draws at random in training, or keeps something of earlier calls")
-        return _compared(rows, flat, expected, [noise for noise in noises if noise is not None])
+        return _compared(rows, unit, flat, expected, [noise for noise in noises if noise is not None])
 
 
-def _compared(rows: Rows, flat: Pass, expected: Pass, noises: Sequence[Pass] = ()) -> Verdict:
+def _compared(rows: Rows, unit: float, flat: Pass, expected: Pass, noises: Sequence[Pass] = ()) -> Verdict:
     """What differs most beside its tolerance, of answers and of gradients; `noises` are the rows alone with padding."""
     if flat.at_tokens.numel():
         alone = {row: expected.at_tokens[rows.places[row]] for row in rows.compared}
         if failure := wrong_tokens(flat.at_tokens[None], alone, rows.places, rows.compared):
             return Verdict(failure=failure)
-    unit, verdicts = rounding_unit(rows.flat_model.model), []
+    verdicts = []
     half = HALF_DIGITS_FACTOR * unit**0.5
     for errors, tolerance in zip((_errors_of_answers, _errors_of_gradients), _least(unit), strict=True):
         if not (found := errors(rows, flat, expected)):

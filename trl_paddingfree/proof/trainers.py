@@ -97,19 +97,18 @@ class Looks(TrainerCallback, ExportableState):
         # Where weights are gathered in each pass, or slices exchanged, all processes compute equally many
         together = is_sharded(trainer.accelerator) or flat_model.peers.name
         skipped = check.why_no_gradients(call) if trains else ""
-        looked = look(
-            Rows(
-                flat_model,
-                call.module if isinstance(call, DistributedDataParallel) else call,
-                inputs,
-                batch,
-                trains=trains,
-                skipped=skipped,
-                seed=trainer.state.global_step,
-                largest=(lambda number: int(self._gathered([number]).max())) if together else int,
-            ),
-            check.all_agree,
+        rows = Rows(
+            flat_model,
+            call.module if isinstance(call, DistributedDataParallel) else call,
+            inputs,
+            batch,
+            trains=trains,
+            skipped=skipped,
+            seed=trainer.state.global_step,
+            largest=(lambda number: int(self._gathered([number]).max())) if together else int,
         )
+        with check.in_precision():  # the call itself is about to enter it
+            looked = look(rows, check.all_agree)
         step = trainer.state.global_step + 1
         error, messages = self.found.add(looked, self._gathered)
         if error >= 0:
