@@ -27,6 +27,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=6, help="how many steps, the first not counted (%(default)s)")
     parser.add_argument("--batch_size", type=int, default=8, help="pairs (default: %(default)s)")
     parser.add_argument("--max_length", type=int, default=512, help="tokens of a row (default: %(default)s)")
+    parser.add_argument("--bf16", action="store_true", help="in bfloat16 on a CPU, too, as always on a GPU")
     arguments = parser.parse_args()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -74,7 +75,7 @@ def main() -> int:
         max_steps=arguments.steps,
         check_steps=1,
         report_to="none",
-        bf16=not on_cpu,
+        bf16=arguments.bf16 or not on_cpu,
         use_cpu=on_cpu,
         gradient_checkpointing=False,
     )

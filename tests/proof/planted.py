@@ -48,11 +48,15 @@ def leak(size):
     return lambda states, call: states + size * states.roll(1, 1)
 
 
-def of_one(states, call):
-    """One token sees the one before it."""
-    moved = states.clone()
-    moved[:, call.length // 2] += 0.1 * states[:, call.length // 2 - 1]
-    return moved
+def of_one(reader=None, distance=1):
+    """The token at `reader`, by default the one in the middle, sees the one so many tokens before it."""
+
+    def wrong(states, call):
+        moved, place = states.clone(), call.length // 2 if reader is None else reader
+        moved[:, place] += 0.1 * states[:, place - distance]
+        return moved
+
+    return wrong
 
 
 def misplaced(after):
@@ -82,7 +86,7 @@ KEPT = "angles kept from an earlier flat row as long"
 LONG = [120] * BATCH  # about 1,900 tokens
 MISTAKES = [
     Mistake("a leak above 1,600 tokens", lambda c: c.length > 1600, LONG, leak(0.1)),
-    Mistake("a leak of one token above 1,600 tokens", lambda c: c.length > 1600, LONG, of_one),
+    Mistake("a leak of one token above 1,600 tokens", lambda c: c.length > 1600, LONG, of_one()),
     Mistake("a leak of a thousandth above 1,600 tokens", lambda c: c.length > 1600, LONG, leak(1e-3)),
     Mistake(
         "a leak above 400 tokens, with gradients only", lambda c: c.length > 400, [40] * 16, leak(0.1), gradients=True
@@ -169,10 +173,10 @@ def data(mistake, shows_at):
     return Dataset.from_list(rows)
 
 
-def caught(mistake, shows_at):
-    """Where it is caught."""
+def caught(mistake, shows_at, dtype=torch.float32):
+    """Where it is caught in a model of this dtype."""
     shows_at = max(shows_at, len(mistake.before) > 0)
-    model = plant(make_model(max_position_embeddings=4096, num_hidden_layers=2), mistake)
+    model = plant(make_model(dtype=dtype, max_position_embeddings=4096, num_hidden_layers=2), mistake)
     given = {
         "model": model,
         "processing_class": make_tokenizer(),

@@ -67,7 +67,7 @@ class LooksAtCalls:
             return CausalLMOutput(logits=outputs["logits"] if "logits" in names else outputs[0])
 
         rows = Rows(
-            self.flat_model, call, _with_positions(forward, inputs, batch), batch, seed=self.calls, pooled=False
+            self.flat_model, call, _with_positions(forward, inputs, batch), batch, seed=self.calls - 1, pooled=False
         )
         with attributes_set([(calls, "looks", None), (calls, "of_head", None)]):
             looked = look(rows)
