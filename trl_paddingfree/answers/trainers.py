@@ -199,10 +199,9 @@ class Collated(OfPairs, collated.Collated):
         if self._reads_answers:
             self._read_answers()  # TRL has made the collator and the accelerator last
 
-    def start_flat(self) -> None:
-        if not self.flat.models:
-            self._take_raw_answers()
-        super().start_flat()
+    def before_flat(self) -> None:
+        self._take_raw_answers()
+        super().before_flat()
 
     def _take_raw_answers(self) -> None:
         """Leave out prompts with images that have no pair: TRL prepares no such data, and the collator reads it raw."""

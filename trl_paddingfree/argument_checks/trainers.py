@@ -2,7 +2,6 @@
 
 import torch
 
-from ..core.trainers import collated
 from ..core.trainers.base import FlatTrainer
 from ..core.trainers.configs import Arguments
 from .arguments import refuse_classes, refuse_no_folder, refuse_no_padding_token, warn_of_no_steps, warn_of_precision
@@ -31,19 +30,14 @@ class Checked(FlatTrainer):
         warn_of_no_steps(arguments["args"])
         refuse_unusable(arguments, self.trl_trainer.__name__ if self.trains_language_models else "")
 
-    def start_flat(self) -> None:
-        if not self.flat.models:
-            warn_of_precision(self.accelerator.mixed_precision, self.args)
-        super().start_flat()
+    def before_flat(self) -> None:
+        warn_of_precision(self.accelerator.mixed_precision, self.args)
+        super().before_flat()
 
     def begin_training(self, model: torch.nn.Module) -> None:
         refuse_frozen(model)
         super().begin_training(model)
 
 
-class Collated(Checked, collated.Collated):
-    """For trainers with a collator."""
-
-
-class Online(Checked):
-    """For trainers that generate their rows."""
+Collated = Checked
+Online = Checked

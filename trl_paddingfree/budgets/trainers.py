@@ -57,10 +57,9 @@ class Budgets(FlatTrainer):
         with super().as_it_trains(config), attributes_set((config, name, True) for name in names):
             yield
 
-    def start_flat(self) -> None:
-        if not self.flat.models:
-            self._refuse_hopeless_budget()
-        super().start_flat()
+    def before_flat(self) -> None:
+        self._refuse_hopeless_budget()
+        super().before_flat()
 
     def after_init(self) -> None:
         super().after_init()

@@ -1,7 +1,6 @@
 """What compiled layers add to the trainers: `torch_compile`."""
 
 from ..core.model.flat_model import FlatModel
-from ..core.trainers import collated
 from ..core.trainers.base import FlatTrainer
 from ..core.trainers.engine import wants_compiled
 from ..core.trainers.proving import Models
@@ -17,11 +16,10 @@ class Compiling(FlatTrainer):
         if wants_compiled(self.accelerator):
             self._compiler = taken_from(self.accelerator)
 
-    def start_flat(self) -> None:
-        if not self.flat.models:
-            for model in self.flat_models():  # those that an earlier trainer has compiled are eager again
-                make_eager(self.flat_base(model))
-        super().start_flat()
+    def before_flat(self) -> None:
+        for model in self.flat_models():  # those that an earlier trainer has compiled are eager again
+            make_eager(self.flat_base(model))
+        super().before_flat()
 
     def after_flat(self, models: Models, are_proven: bool) -> None:
         super().after_flat(models, are_proven)
@@ -34,9 +32,5 @@ class Compiling(FlatTrainer):
                 compile_layers(flat_model, options)
 
 
-class Collated(Compiling, collated.Collated):
-    """For trainers with a collator."""
-
-
-class Online(Compiling):
-    """For trainers that generate their rows."""
+Collated = Compiling
+Online = Compiling

@@ -35,10 +35,9 @@ class Checked(FlatTrainer):
         super().refuse_arguments(arguments)
         self._looked_at = refuse_given(type(self), arguments)
 
-    def start_flat(self) -> None:
-        if not self.flat.models:
-            self.refuse_unknown_tokens()
-        super().start_flat()
+    def before_flat(self) -> None:
+        self.refuse_unknown_tokens()
+        super().before_flat()
 
     def after_init(self) -> None:
         super().after_init()

@@ -7,27 +7,27 @@ from .base import Online
 
 if TYPE_CHECKING:  # the same bases, for editors and type checkers
     from ..answers.trainers import Online as AnswersOnline
-    from ..argument_checks.trainers import Online as ArgumentsOnline
+    from ..argument_checks.trainers import Checked as ArgumentsChecked
     from ..arranging.trainers import Online as ArrangingOnline
     from ..budgets.trainers import Online as BudgetsOnline
-    from ..compiled.trainers import Online as CompiledOnline
+    from ..compiled.trainers import Compiling
     from ..data_checks.trainers import Online as CheckedOnline
     from ..groups.trainers import Online as GroupsOnline
     from ..images.trainers import Online as ImagesOnline
-    from ..proof.trainers import Online as ProofOnline
-    from ..remembering.trainers import Online as RememberingOnline
-    from ..resuming.trainers import Online as ResumingOnline
+    from ..proof.trainers import Proof
+    from ..remembering.trainers import Remembering
+    from ..resuming.trainers import Resuming
 
     class OnlineTrainer(
-        ResumingOnline,
-        RememberingOnline,
+        Resuming,
+        Remembering,
         AnswersOnline,
-        ArgumentsOnline,
+        ArgumentsChecked,
         CheckedOnline,
-        ProofOnline,
+        Proof,
         ImagesOnline,
         GroupsOnline,
-        CompiledOnline,
+        Compiling,
         BudgetsOnline,
         ArrangingOnline,
         Online,

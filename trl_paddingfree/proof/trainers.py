@@ -157,9 +157,5 @@ class Proof(FlatTrainer):
             append_to_card(self.args.output_dir, f"\nWhile it trained, {said}\n")
 
 
-class Collated(Proof):
-    """For trainers with a collator."""
-
-
-class Online(Proof):
-    """For trainers that generate their rows."""
+Collated = Proof
+Online = Proof

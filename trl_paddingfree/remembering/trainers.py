@@ -1,6 +1,5 @@
 """What remembering adds to the trainers: verdicts of earlier starts, in the user's cache and in checkpoints."""
 
-from ..core.trainers import collated
 from ..core.trainers.base import FlatTrainer
 from .verdicts import Remembered
 
@@ -20,9 +19,5 @@ class Remembering(FlatTrainer):
             self._remembered.save(output_dir)
 
 
-class Collated(Remembering, collated.Collated):
-    """For trainers with a collator."""
-
-
-class Online(Remembering):
-    """For trainers that generate their rows."""
+Collated = Remembering
+Online = Remembering

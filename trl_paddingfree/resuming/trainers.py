@@ -1,6 +1,5 @@
 """What resuming adds to the trainers, with padding too: they go on from complete checkpoints only, weights by name."""
 
-from ..core.trainers import collated
 from ..core.trainers.base import FlatTrainer
 from ..core.versions import naming_versions
 from .checkpoints import checkpoint_to_resume, invalidate, naming_weights
@@ -34,9 +33,5 @@ class Resuming(FlatTrainer):
             super()._load_best_model()
 
 
-class Collated(Resuming, collated.Collated):
-    """For trainers with a collator."""
-
-
-class Online(Resuming):
-    """For trainers that generate their rows."""
+Collated = Resuming
+Online = Resuming

@@ -182,8 +182,13 @@ class FlatTrainer(Trainer):
         return base_of(self.accelerator, model)
 
     def start_flat(self) -> None:
-        """Prove the models, and have them compute flat batches."""
-        starting.start(self)
+        """Prove the models, and have them compute flat batches. Does nothing if called again."""
+        if not self.flat.models:
+            self.before_flat()
+            starting.start(self)
+
+    def before_flat(self) -> None:
+        """Called once, before the models are proven: after TRL's `__init__`, or in it if TRL precomputes references."""
 
     def after_flat(self, models: Models, are_proven: bool) -> None:
         """Called once `models` compute flat batches, and again when those are proven that had to wait for weights."""

@@ -48,11 +48,10 @@ class Collated(FlatTrainer):
         return self.task.collator
 
     def start_flat(self) -> None:
-        """Prove the models, and have the collator make flat batches. Does nothing if called again."""
-        if self.flat.models:
-            return
-        super().start_flat()
-        self.collate_flat()
+        """As for any trainer, and the collator makes flat batches."""
+        if not self.flat.models:
+            super().start_flat()
+            self.collate_flat()
 
     def collate_flat(self) -> None:
         self.data_collator = self._flat_collator().changed(**self.collated_with())

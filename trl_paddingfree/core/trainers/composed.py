@@ -7,28 +7,28 @@ from .collated import Collated
 
 if TYPE_CHECKING:  # the same bases, for editors and type checkers
     from ...answers.trainers import Collated as AnswersCollated
-    from ...argument_checks.trainers import Collated as ArgumentsCollated
+    from ...argument_checks.trainers import Checked as ArgumentsChecked
     from ...arranging.trainers import Collated as ArrangingCollated
     from ...budgets.trainers import Collated as BudgetsCollated
-    from ...compiled.trainers import Collated as CompiledCollated
+    from ...compiled.trainers import Compiling
     from ...data_checks.trainers import Collated as CheckedCollated
     from ...groups.trainers import Collated as GroupsCollated
     from ...images.trainers import Collated as ImagesCollated
     from ...own_collators.trainers import Collated as OwnCollated
-    from ...proof.trainers import Collated as ProofCollated
-    from ...remembering.trainers import Collated as RememberingCollated
-    from ...resuming.trainers import Collated as ResumingCollated
+    from ...proof.trainers import Proof
+    from ...remembering.trainers import Remembering
+    from ...resuming.trainers import Resuming
 
     class CollatedTrainer(
-        ResumingCollated,
-        RememberingCollated,
+        Resuming,
+        Remembering,
         AnswersCollated,
-        ArgumentsCollated,
+        ArgumentsChecked,
         CheckedCollated,
-        ProofCollated,
+        Proof,
         ImagesCollated,
         GroupsCollated,
-        CompiledCollated,
+        Compiling,
         BudgetsCollated,
         ArrangingCollated,
         OwnCollated,
