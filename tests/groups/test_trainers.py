@@ -276,12 +276,9 @@ SERVED = [
     ("falcon", {}, 1, "cannot serve FalconForCausalLM: its attention is computed by mask"),
     ("llama4_text", {}, 1, "scale queries by their place"),
     ("llama", {}, 4, "it has 4 attention heads"),
-    *(
-        (name, EIGHT, 4, "layers that carry state have 4 heads, of which each")
-        for name in ("qwen3_5_text", "falcon_h1")
-    ),
-    ("kimi_linear", {**EIGHT, "linear_num_heads": 4}, 4, "layers that carry state have 4 heads, of which each"),
-    ("mamba2", {}, 4, "layers that carry state have 4 heads, of which each"),
+    *((name, EIGHT, 4, "layers that carry state have 4 heads, and each") for name in ("qwen3_5_text", "falcon_h1")),
+    ("kimi_linear", {**EIGHT, "linear_num_heads": 4}, 4, "layers that carry state have 4 heads, and each"),
+    ("mamba2", {}, 4, "layers that carry state have 4 heads, and each"),
     *((name, EIGHT, 8, "it has 8 attention heads") for name in ("lfm2", "jamba")),
 ]
 

@@ -25,6 +25,9 @@ from .tasks import (
 from .templates import naming_prompts, naming_row
 from .validate import check_preferences, log_dropped
 
+# By the names that errors have for them, the arguments of a trainer that are datasets
+_DATASETS = {"train": "train_dataset", "eval": "eval_dataset"}
+
 
 class Checked(FlatTrainer):
     """What is checked of the data of all trainers."""
@@ -45,8 +48,8 @@ class Checked(FlatTrainer):
 
     def refuse_unknown_tokens(self) -> None:
         """Refuse prepared data with tokens that the model has no embeddings for: on a GPU, the process would abort."""
-        for option in ("train_dataset", "eval_dataset"):
-            data = self._tokens_checked(vars(self).get(option), self._read_columns(), option.removesuffix("_dataset"))
+        for name, option in _DATASETS.items():
+            data = self._tokens_checked(vars(self).get(option), self._read_columns(), name)
             if data is not None:
                 setattr(self, option, data)
 
@@ -104,9 +107,9 @@ class Online(Checked):
 
     def refuse_arguments(self, arguments: Arguments) -> None:
         super().refuse_arguments(arguments)
-        for option in ("train_dataset", "eval_dataset") if self._looked_at else ():
+        for name, option in _DATASETS.items() if self._looked_at else ():
             if isinstance(data := arguments.get(option), IterableDataset):
-                arguments[option] = rows_checked(data, option.removesuffix("_dataset"), self.task, arguments["args"])
+                arguments[option] = rows_checked(data, name, self.task, arguments["args"])
 
     def refuse_unknown_tokens(self) -> None:
         data: Any = self.train_dataset
