@@ -269,6 +269,7 @@ class RowsAlone:
         return [
             ([a, self._replaced(b), ending(c), d, ending(e)], [0, 3]),
             ([ending(a), self._replaced(b), c, d, e], [2, 3, 4]),
+            ([a, b, c, self._replaced(d), e], [0, 1, 2, 4]),
         ]
 
     @property
