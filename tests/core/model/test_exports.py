@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from packaging.version import Version
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.flat_and_padded import install
@@ -16,6 +17,8 @@ from trl_paddingfree import FlatModel
 IDS = torch.tensor([[3, 4, 5, 6, 9], [3, 4, 7, 8, 10]])
 MASK = torch.ones_like(IDS)
 INPUTS = {"input_ids": IDS, "attention_mask": MASK, "use_cache": False}
+# Before, dynamo cannot hash the name by which a model finds our attention, and says so
+IS_HASHED = Version(torch.__version__) >= Version("2.13")
 # What makes a call without Python of a model: each raises if anything in it cannot be traced
 WAYS = {
     "export": lambda model: torch.export.export(model, (), INPUTS).module(),
@@ -35,7 +38,7 @@ def in_place(model):
     return model
 
 
-ALL = (*WAYS.values(), in_place)
+ALL = (*WAYS.values(), in_place) if IS_HASHED else (WAYS["export"],)
 
 
 def assert_traced(model, ways=ALL):
