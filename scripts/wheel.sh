@@ -17,7 +17,7 @@ python -m pip wheel -q --no-deps -w dist .
 python -m pip install -q "torch==2.13.0" || echo "no CPU build of torch 2.13.0 to be had: taking what the package asks for"
 python -m pip install -q "$(echo dist/*.whl)[test,docs]"
 mkdir "$folder/elsewhere"
-cp -r .ci configs docs scripts tests *.md LICENSE pyproject.toml "$folder/elsewhere"
+cp -r .ci configs docs scripts tests *.md LICENSE CITATION.cff pyproject.toml "$folder/elsewhere"
 cd "$folder/elsewhere"
 installed=$(python -c "import trl_paddingfree; print(trl_paddingfree.__file__)")
 echo "Testing $installed"
