@@ -8,16 +8,16 @@ import torch
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import logging
 
-from ..core.check.prove import UnprovenModelError
 from ..core.check.training import is_sharded
 from ..core.flat.batch import FlatBatch, Inputs
 from ..core.model.flat_model import FlatModel
 from ..core.model.restored import attributes_set
-from .certificate import Certificate, explained
+from .certificate import Certificate, conclude
 from .look import Rows, look
 
 logger = logging.get_logger(__name__)
 
+BY = "padding_free, `check_steps`"  # how the log names it
 SHARDED = "its weights are sharded, and within a call, they cannot be gathered for single rows"
 
 
@@ -54,7 +54,7 @@ class LooksAtCalls:
         if is_sharded(model):
             if SHARDED not in self.found.not_compared:
                 self.found.not_compared.append(SHARDED)
-                logger.warning(f"padding_free, `check_steps`: no call is compared with its rows, because {SHARDED}.")
+                logger.warning(f"{BY}: no call is compared with its rows, because {SHARDED}.")
             return
 
         def call(flat_batch: FlatBatch | None = None, **given: Any) -> CausalLMOutput:
@@ -72,13 +72,14 @@ class LooksAtCalls:
         with attributes_set([(calls, "looks", None), (calls, "of_head", None)]):
             looked = look(rows)
         _, messages = self.found.add(looked)
-        for message in messages:
-            logger.warning(f"padding_free, `check_steps`: of training call {self.calls:,}, {message}.")
-        if not looked.agreed:
-            raise UnprovenModelError(
-                f"{explained(self.flat_model, looked, f'training call {self.calls:,}')} Leave the call of "
-                "`padding_free` out to train with padding. Nothing was learnt from this call."
-            )
+        conclude(
+            self.flat_model,
+            looked,
+            messages,
+            by=BY,
+            of_what=f"training call {self.calls:,}",
+            advice="Leave the call of `padding_free` out to train with padding. Nothing was learnt from this call.",
+        )
 
 
 def _with_positions(forward: Callable[..., Any], inputs: Inputs, batch: FlatBatch) -> Inputs:

@@ -5,9 +5,13 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
+from transformers.utils import logging
 
+from ..core.check.prove import UnprovenModelError
 from ..core.model.flat_model import FlatModel
 from .look import Looked
+
+logger = logging.get_logger(__name__)
 
 OfAll: TypeAlias = Callable[[list[float]], torch.Tensor]
 
@@ -89,7 +93,18 @@ def _rows(numbers: list[int]) -> str:
     return f"row{'s' * several} {', '.join(map(str, sorted(numbers)))} {'were' if several else 'was'}"
 
 
-def explained(flat_model: FlatModel, looked: Looked, of_what: str) -> str:
+def conclude(flat_model: FlatModel, looked: Looked, messages: list[str], *, by: str, of_what: str, advice: str) -> None:
+    """
+    Log the `messages` of [`Certificate.add`] on a look at `of_what`, and raise an [`UnprovenModelError`], with what to
+    do, if any process has found a mistake.
+    """
+    for message in messages:
+        logger.warning(f"{by}: of {of_what}, {message}.")
+    if not looked.agreed:
+        raise UnprovenModelError(f"{_explained(flat_model, looked, of_what)} {advice}")
+
+
+def _explained(flat_model: FlatModel, looked: Looked, of_what: str) -> str:
     """What a look has found that ends training."""
     verdict = looked.verdict
     if verdict.passed:

@@ -8,9 +8,7 @@ from accelerate.utils import gather
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
-from transformers.utils import logging
 
-from ..core.check.prove import UnprovenModelError
 from ..core.flat.batch import FlatBatch, Inputs
 from ..core.model.flat_model import FlatModel
 from ..core.model.restored import Change, attributes_set
@@ -18,10 +16,8 @@ from ..core.trainers.base import FlatTrainer
 from ..core.trainers.card import append_to_card
 from ..core.trainers.engine import is_sharded
 from ..core.trainers.runtime import when_flat
-from .certificate import Certificate, explained
+from .certificate import Certificate, conclude
 from .look import Rows, look
-
-logger = logging.get_logger(__name__)
 
 
 class Looks(TrainerCallback, ExportableState):
@@ -109,18 +105,18 @@ class Looks(TrainerCallback, ExportableState):
         )
         with check.in_precision():  # the call itself is about to enter it
             looked = look(rows, check.all_agree)
-        step = trainer.state.global_step + 1
         error, messages = self.found.add(looked, self._gathered)
         if error >= 0:
             self.logged_error = max(self.logged_error or 0.0, error)
-        for message in messages:
-            logger.warning(f"`check_steps`: of the micro-batch before step {step}, {message}.")
-        if not looked.agreed:
-            raise UnprovenModelError(
-                f"{explained(flat_model, looked, f'the micro-batch before step {step}')} Set `padding_free=False` to "
-                "train with padding, or another `flat_attention`. Nothing was learnt from this micro-batch, and "
-                "earlier checkpoints stay."
-            )
+        conclude(
+            flat_model,
+            looked,
+            messages,
+            by="`check_steps`",
+            of_what=f"the micro-batch before step {trainer.state.global_step + 1}",
+            advice="Set `padding_free=False` to train with padding, or another `flat_attention`. Nothing was learnt "
+            "from this micro-batch, and earlier checkpoints stay.",
+        )
 
     def _gathered(self, numbers: list[float]) -> torch.Tensor:
         """Those of all processes. Not by the accelerator, which gathers nothing while it computes a part."""
