@@ -5,10 +5,11 @@ Write docs/llms.txt (https://llmstxt.org) from the README and the page that list
     python scripts/llms.py --check    exit with 1 if it is not what would be written
 """
 
-import argparse
 import re
 import sys
 from pathlib import Path
+
+from written import write_or_check
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -24,18 +25,5 @@ def llms() -> str:
     return "\n\n".join([title, f"> {summary}", details, pages]) + "\n"
 
 
-def main() -> int:
-    """Write the file, or compare it with what would be written."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="exit with 1 if docs/llms.txt is stale")
-    path, text = DOCS / "llms.txt", llms()
-    if not parser.parse_args().check:
-        path.write_text(text, encoding="utf-8")
-    elif path.read_text(encoding="utf-8") != text:
-        print("docs/llms.txt is stale: run `python scripts/llms.py`.")
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(__doc__, {DOCS / "llms.txt": llms}))

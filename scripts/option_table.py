@@ -5,12 +5,13 @@ Write the table of docs/options.md from the help texts of the options, which `--
     python scripts/option_table.py --check    exit with 1 if it is not what would be written
 """
 
-import argparse
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
+
+from written import write_or_check
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -58,18 +59,5 @@ def page() -> str:
     return f"{before}{START}\n{table}\n{END}{rest.partition(END)[2]}"
 
 
-def main() -> int:
-    """Write the table, or compare it with what would be written."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="exit with 1 if docs/options.md is stale")
-    text = page()
-    if not parser.parse_args().check:
-        PAGE.write_text(text, encoding="utf-8")
-    elif PAGE.read_text(encoding="utf-8") != text:
-        print("docs/options.md is stale: run `python scripts/option_table.py`.")
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(__doc__, {PAGE: page}))

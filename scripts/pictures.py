@@ -5,12 +5,12 @@ Draw the pictures of the pages, docs/images/*.svg, from the batches that the pac
     python scripts/pictures.py --check    exit with 1 if they are not what would be drawn
 """
 
-import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
+from written import write_or_check
 
 from trl_paddingfree import FlatBatch
 
@@ -204,21 +204,5 @@ def steps_picture(size: float = 13) -> str:
 PICTURES = {"batch.svg": batch_picture, "attention.svg": attention_picture, "steps.svg": steps_picture}
 
 
-def main() -> int:
-    """Write the files, or compare them with what would be written."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a picture is stale")
-    is_check = parser.parse_args().check
-    for name, draw in PICTURES.items():
-        path, text = IMAGES / name, draw()
-        if not is_check:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        elif not path.is_file() or path.read_text(encoding="utf-8") != text:
-            print(f"{path.relative_to(IMAGES.parents[1])} is stale: run `python scripts/pictures.py`.")
-            return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(__doc__, {IMAGES / name: draw for name, draw in PICTURES.items()}))
