@@ -154,7 +154,7 @@ def run(task: str, layout: str, **given: Any) -> Run:
     """
     trained = train(make_trainer(task, layout, **given))
     if layout in LAYOUTS:
-        assert trained.trainer.flat.route.prefix_sharing == (layout == "shared")
+        assert trained.trainer.runtime.route.prefix_sharing == (layout == "shared")
         assert trained.trainer.total_counts().computed
     return trained
 

@@ -205,7 +205,7 @@ def test_dpo_follows_padded_trl_in_bfloat16(tokenizer, monkeypatch):
         run("dpo", layout, model=copy.deepcopy(model), ref_model=copy.deepcopy(model), **options)
         for layout in ("padded", "shared")
     )
-    assert ours.trainer.flat.route.backend == "varlen"
+    assert ours.trainer.runtime.route.backend == "varlen"
     assert calls, "the kernel was chosen and never called"
     for expected, actual in zip(padded.log_history[:-1], ours.log_history[:-1], strict=True):
         for name in ("loss", "logps/chosen", "logps/rejected"):

@@ -100,8 +100,8 @@ def test_the_own_rows_follow_padded_trl(own, tokenizer, options, ours_only):
     ours = run("dpo", "ours", **own_classes(own, "PaddingFreeTPO"), model=make_model(), **options, **ours_only)
     assert_same(padded, ours)
     ours = ours.trainer
-    assert ours.flat.route.prefix_sharing == ours_only.get("prefix_sharing", True)
-    if ours.flat.route.prefix_sharing:  # a prompt is there once for its answers
+    assert ours.runtime.route.prefix_sharing == ours_only.get("prefix_sharing", True)
+    if ours.runtime.route.prefix_sharing:  # a prompt is there once for its answers
         assert ours.total_counts().computed < 0.8 * ours.total_counts().real
 
 

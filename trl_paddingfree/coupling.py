@@ -56,13 +56,13 @@ def own_steps(trainer: Any, owners: Sequence[type], moves: bool) -> list[str]:
     # A class of the user's own with `part_sizes` says that hooks are linear, and those of DeepSpeed and PEFT are
     is_declared = owners[0] not in ours and "part_sizes" in vars(owners[0])
     if not is_declared and not trainer.is_deepspeed_enabled:
-        if trainer.flat.has_hooks is None:  # once per call of `train()`: models have thousands of modules
-            trainer.flat.has_hooks = not all(
+        if trainer.runtime.has_hooks is None:  # once per call of `train()`: models have thousands of modules
+            trainer.runtime.has_hooks = not all(
                 str(getattr(getattr(hook, "func", hook), "__module__", None)).startswith("peft.")  # also of partials
                 for holder in (*trainer.model.parameters(), *trainer.model.modules())
                 for hook in upstream.gradient_hooks(holder)
             )
-        found += ["hooks on gradients"] * trainer.flat.has_hooks
+        found += ["hooks on gradients"] * trainer.runtime.has_hooks
     return found
 
 

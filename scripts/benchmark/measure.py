@@ -186,7 +186,7 @@ class Runner:
     def work(self, batch: dict[str, Any]) -> Work:
         """What the trainer computes of a collated batch."""
         if "flat_batch" in batch:
-            flat_batch, in_calls = batch["flat_batch"], self.trainer.flat.route.backend == "segment"
+            flat_batch, in_calls = batch["flat_batch"], self.trainer.runtime.route.backend == "segment"
             base = base_of(self.trainer.accelerator, self.trainer.model)
             in_rows = slots_of_state_layers(base, flat_batch.layout)
             return replace(Work.flat(flat_batch, in_calls=in_calls), in_rows=in_rows)

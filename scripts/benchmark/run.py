@@ -96,7 +96,7 @@ class Benchmark:
 
     def describe(self, command: Sequence[str]) -> dict[str, Any]:
         """What the results of this benchmark have in common."""
-        route = next(runner for runner in self.runners if runner.method.ours).trainer.flat.route
+        route = next(runner for runner in self.runners if runner.method.ours).trainer.runtime.route
         return {
             "command": shlex.join(command),
             **provenance(),

@@ -106,7 +106,7 @@ def test_parts_weigh_by_tokens_where_the_loss_is_a_mean_over_a_micro_batch(model
     ours = run("sft", "ours", trainer_class=Mean, **common, **options, max_tokens_per_micro_batch=100)
     assert_same(plain, ours, ignored=())
     trainer = plain.trainer
-    trainer.flat.options.arrange_micro_batches = "tokens"
+    trainer.runtime.options.arrange_micro_batches = "tokens"
     with pytest.raises(ValueError, match="LlamaForCausalLM, whose loss is a mean over each micro-batch"):
         trainer.refuse_options()
 

@@ -127,7 +127,7 @@ def test_predicted_bytes_of_states_along_the_tree(model_type, tokenizer):
     sizes = {"linear_key_head_dim": 32, "linear_value_head_dim": 32} if model_type == "qwen3_5_text" else {}
     models = [tiny_model(model_type, seed=seed, **sizes) for seed in (1, 2)]
     trainer = budgeted("dpo", models[0], data, processing_class=tokenizer, ref_model=models[1], max_length=512)
-    assert trainer.flat.route.states == "tree"
+    assert trainer.runtime.route.states == "tree"
     assert_predicted(trainer)
 
 
@@ -229,7 +229,7 @@ def test_counting_leaves_the_model_as_it_was(folder):
     base.eval()
     recompute_first(trainer.planner.layers, 1)
     before = torch.get_rng_state()
-    once, again = (count_kept_bytes(base, trainer.flat.route) for _ in range(2))
+    once, again = (count_kept_bytes(base, trainer.runtime.route) for _ in range(2))
     assert all(np.array_equal(a, b) for a, b in zip(vars(once).values(), vars(again).values(), strict=True))
     assert torch.equal(before, torch.get_rng_state())
     assert not any(module.training for module in base.modules())

@@ -60,7 +60,7 @@ def test_every_route(backend, attention):
 
     for layout in LAYOUTS:
         result = assert_as_on_cpu(lambda: train("dpo", layout, make, flat_attention=backend))  # noqa: B023
-        assert result.trainer.flat.route.backend == backend
+        assert result.trainer.runtime.route.backend == backend
 
 
 OPTIONS = {
@@ -253,7 +253,7 @@ def test_bfloat16_is_as_close_to_float32_as_with_padding(task, backend, layout):
     with kernels.get(backend, nullcontext()):
         ours = test_kernels.train(task, layout, attention, bf16=True, **options)
     assert ours.trainer.model.device == pretend_device.DEVICE
-    assert ours.trainer.flat.route.backend == backend
+    assert ours.trainer.runtime.route.backend == backend
     assert_as_close(*expected, ours)
 
 

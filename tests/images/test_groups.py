@@ -253,7 +253,7 @@ def test_calls_of_the_model_beside_trls_passes_are_refused():
     ids = torch.tensor([[1, IMAGE_ID, 40, 41]])
     rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
     knows_none = pytest.raises(ValueError, match="The call has `pixel_values`, and its flat batch knows of no images")
-    with trainer.flat.trained.flattening(trainer.flatten), knows_none:
+    with trainer.runtime.trained.flattening(trainer.flatten), knows_none:
         trainer.model(**rows, pixel_values=torch.ones(1, 3, 16, 16), fused_lm_head=True)
 
 

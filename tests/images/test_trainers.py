@@ -107,7 +107,7 @@ def test_images_with_which_no_prefix_can_be_shared_are_said_to_be_so(monkeypatch
 
     monkeypatch.setattr(check_vision, "check_images", check)
     trainer = make_trainer("dpo", "shared", **on_vision_data("dpo"))
-    assert not trainer.flat.route.prefix_sharing
+    assert not trainer.runtime.route.prefix_sharing
     assert "trains without shared prefixes: with the images of this data, they are inexact" in caplog.text
     assert "in all, with the data's images, as far as it was compared: gradients were compared on text" in caplog.text
 

@@ -34,7 +34,7 @@ def test_a_teacher_that_cannot_share_keeps_the_student_from_it(data):
         return plain(make_model("mpt", max_seq_len=4096, d_model=32, n_heads=4, n_layers=2, seed=1))
 
     compare("distillation", make, data, "flat")
-    assert not run("distillation", "ours", **make(), train_dataset=data).trainer.flat.route.prefix_sharing
+    assert not run("distillation", "ours", **make(), train_dataset=data).trainer.runtime.route.prefix_sharing
 
 
 def test_tokens_that_rows_share_count_once_for_each(data):
@@ -53,7 +53,7 @@ def test_tokens_of_tools_are_computed_and_not_scored(data):
         rows["tool_mask"] = tool_mask
         found = []
         for pads in (True, False):
-            trainer.flat.pads = pads
+            trainer.runtime.pads = pads
             trainer.model.zero_grad()
             loss = trainer.compute_loss(trainer.model, {**rows, "num_items_in_batch": torch.tensor(4)})
             loss.backward()
@@ -122,10 +122,10 @@ def test_every_number_of_recomputed_layers_computes_the_same_and_keeps_what_was_
             with counter.counting():
                 result = compute(trainer, *args)
             inside = sum(counter.total(i) for i in range(number, LAYERS)) + sum(counter.inputs[:number])
-            saved = memory.needs.saved(memory_features(memory.current, trainer.flat.route))[number]
+            saved = memory.needs.saved(memory_features(memory.current, trainer.runtime.route))[number]
             counted.append((int(saved), inside + counter.total(-1)))
             del result
-            trainer.flat.counts.new = type(trainer.flat.counts.new)()
+            trainer.runtime.counts.new = type(trainer.runtime.counts.new)()
         return compute(trainer, *args)
 
     monkeypatch.setattr(PaddingFreeDistillationTrainer, "_compute_loss", counting)
@@ -143,7 +143,7 @@ def test_what_a_wide_teacher_keeps_is_counted(data):
     for size in (32, 96):
         trainer = made(data, lambda size=size: plain(make_model(seed=1, hidden_size=size)), memory_budget=8)
         needs = trainer.planner.needs
-        saved.append(int(needs.saved(memory_features(batch, trainer.flat.route))[0]) / needs.correction)
+        saved.append(int(needs.saved(memory_features(batch, trainer.runtime.route))[0]) / needs.correction)
     assert saved[1] - saved[0] == pytest.approx(20 * 64 * 4, abs=2)  # of bytes, which are rounded
     # The divergence gets all scored tokens at once, however small the slices are
     assert needs.head.working(5000, at_once=128) == needs.head.working(5000) > needs.head.working(128)

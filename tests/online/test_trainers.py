@@ -215,7 +215,7 @@ def test_models_that_are_placed_late_are_proven_before_their_first_pass(data, mo
         proving, "prove", lambda model, *args, **kw: checks.append(prove(model, *args, **kw)) or checks[-1]
     )
     compared = compare("grpo", make, data, "shared", beta=0.1)
-    assert not compared.ours.trainer.flat.check.unproven
+    assert not compared.ours.trainer.runtime.check.unproven
     assert len(checks) == 2
     # A model compared with itself would not differ at all
     assert all(result.error > 0 for result, _ in checks)

@@ -47,7 +47,7 @@ def test_training_follows_padded_trl(task, model_type):
     data = different_pairs if task == "reward" else DATA[task]
     trainer = compare(task, partial(made, task, model_type), data(16, SEED), "shared").ours.trainer
     # Rounding may send a token of a mixture to another expert, and the check then takes rows, which are as exact
-    assert trainer.flat.route.states == "tree" or model_type == "qwen3_next"
+    assert trainer.runtime.route.states == "tree" or model_type == "qwen3_next"
 
 
 def test_turns_hand_states_on_from_turn_to_turn_and_follow_padded_trl():
@@ -56,7 +56,7 @@ def test_turns_hand_states_on_from_turn_to_turn_and_follow_padded_trl():
 
     options = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 8, "max_length": 128}
     trainer = compare("sft", make, split_turns(conversations(16, SEED)), "shared", **options).ours.trainer
-    assert trainer.flat.route.states == "tree"
+    assert trainer.runtime.route.states == "tree"
     batches = [batch["flat_batch"] for batch in trainer.get_train_dataloader()]
     assert max(len(Pieces.of(batch.layout, None).levels) for batch in batches) > 1
 

@@ -363,7 +363,7 @@ def test_family_trains_like_padded_trl(model_type, task, data):
     options = {"eval_dataset": data(6, SEED + 1), "eval_strategy": "steps", "eval_steps": 2, **SHORT}
     ours = {"gradient_checkpointing": True}
     _, flat = compare(task, partial(of_trainer, task, model_type), data(12, SEED), "shared", ours=ours, **options)
-    assert flat.trainer.flat.route.states == "tree"
+    assert flat.trainer.runtime.route.states == "tree"
     assert not flat.trainer.total_counts().repeated
     assert not any("flat/repeated_by_state_layers" in entry for entry in flat.log_history)
 

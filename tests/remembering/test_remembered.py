@@ -64,7 +64,7 @@ def test_a_second_start_computes_nothing_and_takes_the_same_route(task, folder, 
     for name in ("prove", "prove_again"):
         monkeypatch.setattr(f"trl_paddingfree.core.trainers.proving.{name}", None)
     second = make_trainer(task, "ours", **budget)
-    assert first.flat.route == second.flat.route
+    assert first.runtime.route == second.runtime.route
     said = lines(caplog)
     assert "exact on up to" in said[0]
     assert "remembered from 20" in said[0]
@@ -107,7 +107,7 @@ def test_a_checkpoint_brings_the_verdict_to_a_machine_with_another_cache(folder,
 
 
 def test_processes_that_remember_different_verdicts_check_again(folder, monkeypatch, caplog):
-    check = make_trainer("dpo", "ours").flat.check
+    check = make_trainer("dpo", "ours").runtime.check
     (name,) = check.earlier.of_run
     assert check._recalled(name) is not None
     gathered = check._gathered

@@ -38,7 +38,7 @@ def test_long_rows_train_as_with_padding_and_offload_what_was_predicted(layout):
         ours = trained(layout, activation_offloading=True, gradient_checkpointing=True)
     assert_same(trained("padded"), ours)
     trainer = ours.trainer
-    base, route = trainer.flat_base(trainer.model), trainer.flat.route
+    base, route = trainer.flat_base(trainer.model), trainer.runtime.route
     batch = trainer.data_collator(list(trainer.train_dataset))["flat_batch"]
     assert batch.row_mask.sum(1).max() > 4000
     # Counted on batches of a few hundred tokens

@@ -59,7 +59,7 @@ class OfPairs(FlatTrainer):
     @property
     def _answer_choice(self) -> Choice:
         """Which pairs of a prompt's answers train."""
-        options: Any = self.flat.options
+        options: Any = self.runtime.options
         return Choice(options.answer_pairs, options.min_score_margin)
 
 
@@ -183,8 +183,8 @@ class Collated(OfPairs, collated.Collated):
             return
         if accelerator.num_processes > 1 and not isinstance(accelerator.gather, GatherDifferentNumbers):
             accelerator.gather = GatherDifferentNumbers(accelerator.gather)
-        if not self.flat.pads:
-            if self.flat.models:
+        if not self.runtime.pads:
+            if self.runtime.models:
                 self.data_collator = self.data_collator.changed(read_as=self._read_as)
             return
         # Those of streams would be cut into as many equal parts as there are processes, wherever pairs end
@@ -194,7 +194,7 @@ class Collated(OfPairs, collated.Collated):
 
     def _init(self, arguments: Arguments) -> None:
         super()._init(arguments)
-        if self.flat.pads:
+        if self.runtime.pads:
             self._take_raw_answers()
         if self._reads_answers:
             self._read_answers()  # TRL has made the collator and the accelerator last
@@ -213,7 +213,7 @@ class Collated(OfPairs, collated.Collated):
                 return {key: taken(each, key) for key, each in dataset.items()}
             if not self._has_answers(dataset):
                 return dataset
-            if self.flat.pads:  # else, they were looked at before models were loaded
+            if self.runtime.pads:  # else, they were looked at before models were loaded
                 self._first_pairs(dataset, name)
             self._reads_answers = True
             return with_pairs(dataset, self._answer_choice, name)
@@ -262,7 +262,7 @@ class Collated(OfPairs, collated.Collated):
     def after_init(self) -> None:
         super().after_init()
         if self._reads_answers:
-            self.flat.around_step.append(self._count_pairs)
+            self.runtime.around_step.append(self._count_pairs)
 
     def _count_pairs(self, step: Step, is_normalized: bool, inputs: Inputs) -> torch.Tensor:
         """Around TRL's step."""

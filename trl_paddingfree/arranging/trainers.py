@@ -27,7 +27,7 @@ class Arranging(FlatTrainer):
 
     @property
     def _arranges(self) -> bool:
-        return self.flat.options.arrange_micro_batches != "none"
+        return self.runtime.options.arrange_micro_batches != "none"
 
     def refuse_arguments(self, arguments: Arguments) -> None:
         super().refuse_arguments(arguments)
@@ -37,7 +37,7 @@ class Arranging(FlatTrainer):
     def refuse_arranged_arguments(self, arguments: Arguments) -> None:
         """Refuse arguments of the trainer under which examples are not moved."""
         if is_ours(type(self), "coupled_by"):
-            refuse_to_move(self.flat.options, self.coupled_by_arguments(arguments))
+            refuse_to_move(self.runtime.options, self.coupled_by_arguments(arguments))
 
 
 class Collated(Arranging, collated.Collated):
@@ -49,21 +49,21 @@ class Collated(Arranging, collated.Collated):
         super().refuse_arranged_arguments(arguments)
         dataset = arguments.get("train_dataset")
         if isinstance(dataset, Dataset | IterableDataset):  # it has no tokens yet
-            refuse_to_look_ahead(self.flat.options, dataset, arguments["args"], ())
+            refuse_to_look_ahead(self.runtime.options, dataset, arguments["args"], ())
 
     def refuse_options(self) -> None:
         super().refuse_options()
         if not self._arranges:
             return
         coupling = may_couple(self, moves=True)
-        for kind, length in self.flat.rotary_limits().items():
+        for kind, length in self.runtime.rotary_limits().items():
             if self.exceeds(length):
                 coupling.append(f"`rope_type={kind!r}` and rows of more than {length} tokens")
         alpha = self.args.neftune_noise_alpha
         if alpha and not any("neftune_noise_alpha" in each for each in coupling):
             coupling.append(f"`neftune_noise_alpha={alpha}`, whose noise shrinks with the longest row,")
-        refuse_to_move(self.flat.options, [*coupling, *self.weighed_by_micro_batch()])
-        refuse_to_look_ahead(self.flat.options, self.train_dataset, self.args, self.token_columns)
+        refuse_to_move(self.runtime.options, [*coupling, *self.weighed_by_micro_batch()])
+        refuse_to_look_ahead(self.runtime.options, self.train_dataset, self.args, self.token_columns)
 
     @when_flat
     def _get_train_sampler(self, *args, **kwargs):
@@ -74,22 +74,22 @@ class Collated(Arranging, collated.Collated):
             # accelerate replaces it with this one, but would not find it inside ours
             sampler = SeedableRandomSampler(sampler.data_source, data_seed=self.args.data_seed)
         batch_size = self._train_batch_size  # not that of `args`, which `auto_find_batch_size` does not lower
-        if self.flat.options.arrange_micro_batches == "prefix":
+        if self.runtime.options.arrange_micro_batches == "prefix":
             arrange = by_prefix(self.train_dataset, self.token_columns[0])
         else:
             hidden_size = self.model.config.get_text_config().hidden_size
-            work = example_work(self.example_lengths(), self.flat.trained.route.prefix_sharing, hidden_size)
+            work = example_work(self.example_lengths(), self.runtime.trained.route.prefix_sharing, hidden_size)
             arrange = by_tokens(work, batch_size, self.num_streams)
         step_size = batch_size * self.num_streams * self.args.gradient_accumulation_steps
         wraps = self.num_streams > 1 and not self.args.dataloader_drop_last
         self._sampler = StepSampler(sampler, step_size, arrange, keeps_first=wraps)
-        if self._unless_coupled not in self.flat.around_step:  # last, and so around the parts of a micro-batch
-            self.flat.around_step.append(self._unless_coupled)
+        if self._unless_coupled not in self.runtime.around_step:  # last, and so around the parts of a micro-batch
+            self.runtime.around_step.append(self._unless_coupled)
         return self._sampler
 
     def _unless_coupled(self, step: Step, is_normalized: bool, inputs: Inputs) -> torch.Tensor:
         """Around a step: callbacks may have changed the loss."""
-        refuse_to_move(self.flat.options, may_couple(self, moves=True))
+        refuse_to_move(self.runtime.options, may_couple(self, moves=True))
         return step(inputs)
 
     @when_flat
@@ -113,7 +113,7 @@ class Online(Arranging):
         super().refuse_arranged_arguments(arguments)
 
     def _refuse_lengths(self) -> None:
-        if self.flat.options.arrange_micro_batches == "tokens":
+        if self.runtime.options.arrange_micro_batches == "tokens":
             raise ValueError(
                 f"`arrange_micro_batches='tokens'` needs rows of known length, and {self.trl_trainer.__name__} "
                 "generates them: set 'prefix', which brings the rows of one prompt together, or 'none'."
@@ -124,7 +124,7 @@ class Online(Arranging):
         if self._arranges:
             self._refuse_lengths()
             owners = [cls for cls in type(self).__mro__ if "trl_trainer" in vars(cls)]
-            refuse_to_move(self.flat.options, [*self.coupled_by(), *own_steps(self, owners, moves=True)])
+            refuse_to_move(self.runtime.options, [*self.coupled_by(), *own_steps(self, owners, moves=True)])
 
     @property
     def steps_per_generation(self) -> int:

@@ -46,7 +46,7 @@ class Attempt:
         if device.type != "cpu":
             self.device_random = torch.get_device_module(device).get_rng_state(device)
         self.metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
-        self.counts = [*trainer.flat.counts.new]
+        self.counts = [*trainer.runtime.counts.new]
         self.attributes = {name: vars(trainer)[name] for name in (*trainer.changed_by_loss, "_total_train_tokens")}
         self.has_failed = False  # whether the pass is being retried
         self.complete: dict[torch.Tensor, torch.Tensor] = {}  # gradients that a failed pass completed
@@ -72,7 +72,7 @@ class Attempt:
         metrics = self.trainer._metrics["train"]
         metrics.clear()
         metrics.update({name: list(values) for name, values in self.metrics.items()})  # the retry may fail, too
-        self.trainer.flat.counts.new = [*self.counts]
+        self.trainer.runtime.counts.new = [*self.counts]
         vars(self.trainer).update(self.attributes)
 
     def abandon(self) -> list[torch.nn.Parameter]:

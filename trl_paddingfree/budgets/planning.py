@@ -26,7 +26,7 @@ def make_planner(trainer: Any) -> MemoryPlanner:
     The planner of a `trainer` within its budgets. All models must have their weights. With `memory_budget`, sets the
     layers of the trained model that may recompute, and refuses a model without any.
     """
-    flat, args, accelerator, models = trainer.flat, trainer.args, trainer.accelerator, trainer.flat_models()
+    flat, args, accelerator, models = trainer.runtime, trainer.args, trainer.accelerator, trainer.flat_models()
     flat_model, option = flat.trained, flat.options.memory_budget
     planner = MemoryPlanner(
         flat_model,
@@ -105,7 +105,7 @@ def refuse_small_budget(trainer: Any, planner: MemoryPlanner) -> None:
     if not trainer.knows_lengths:
         return  # lengths are unknown until an example arrives: the planner refuses it then
     lengths, dataset = trainer.item_lengths(), trainer.train_dataset
-    tokens = example_tokens(lengths, trainer.flat.trained.route.prefix_sharing)
+    tokens = example_tokens(lengths, trainer.runtime.trained.route.prefix_sharing)
     planner.refuse_oversized(int(tokens.max()), f"example {tokens.argmax()}")
     if planner.needs is None:
         return

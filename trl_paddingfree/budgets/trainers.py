@@ -46,13 +46,13 @@ class Budgets(FlatTrainer):
     _resumed_from: str | None = None  # the checkpoint that training resumed from
 
     def refuse_arguments(self, arguments: Arguments) -> None:
-        refusals.refuse_beside_budget(self.flat.options, arguments["args"])
+        refusals.refuse_beside_budget(self.runtime.options, arguments["args"])
         super().refuse_arguments(arguments)
 
     @contextmanager
     def as_it_trains(self, config: Any) -> Iterator[None]:
         """TRL turns checkpointing on if `memory_budget` is to pick the layers that recompute."""
-        picks = not self.flat.pads and self.flat.options.memory_budget is not None
+        picks = not self.runtime.pads and self.runtime.options.memory_budget is not None
         names = ("gradient_checkpointing", "activation_checkpointing") if picks else ()
         with super().as_it_trains(config), attributes_set((config, name, True) for name in names):
             yield
@@ -63,18 +63,18 @@ class Budgets(FlatTrainer):
 
     def after_init(self) -> None:
         super().after_init()
-        refusals.refuse_lost_router_loss(self.flat.options, self.args, FlatTrainer.coupled_by(self))
+        refusals.refuse_lost_router_loss(self.runtime.options, self.args, FlatTrainer.coupled_by(self))
         self.plan_if_placed()
-        if self.flat.options.has_budget:
-            self.flat.around_step.append(self._in_parts)
-            self.flat.around_loss.append(self._within_budget)
+        if self.runtime.options.has_budget:
+            self.runtime.around_step.append(self._in_parts)
+            self.runtime.around_loss.append(self._within_budget)
 
     def _refuse_hopeless_budget(self) -> None:
         """
         Refuse a budget that holds no step before the models are proven, which takes longer than to plan: with the least
         budget, as far as lengths of examples are known.
         """
-        option, flat = self.flat.options.memory_budget, self.flat
+        option, flat = self.runtime.options.memory_budget, self.runtime
         if option in (None, "auto") or is_sharded(self.accelerator):
             return
         budget, needed = budget_bytes(option, self.accelerator.device), planning.bytes_before_tokens(self)
@@ -104,7 +104,7 @@ class Budgets(FlatTrainer):
 
     def plan_if_placed(self) -> None:
         """Plan before training, if the models already have all of their weights."""
-        if not self.flat.check.unproven and not is_sharded(self.accelerator):
+        if not self.runtime.check.unproven and not is_sharded(self.accelerator):
             self.plan_memory(self.model)
 
     def plan_memory(self, model: torch.nn.Module) -> None:
@@ -112,7 +112,7 @@ class Budgets(FlatTrainer):
         Plan for the budgets, prove slices of the `model`, which must have its weights, and refuse a budget that an
         example does not fit into. Does nothing without a budget, or if called again.
         """
-        if self.planner is not None or not self.flat.options.has_budget:
+        if self.planner is not None or not self.runtime.options.has_budget:
             return
         if vars(self).get("is_distributed_loading_by_transformers"):  # not in all versions of transformers
             raise ValueError(
@@ -121,10 +121,10 @@ class Budgets(FlatTrainer):
                 "accelerate."
             )
         with random_state_restored(model):  # the user's collator may draw
-            with self.flat.check.in_precision():
+            with self.runtime.check.in_precision():
                 planner = planning.make_planner(self)
             if (slices := module_of("slices", "check")) is not None:
-                self.flat.check.prove_again([model, *self.flat_models()[1:]], slices.IN_SLICES)
+                self.runtime.check.prove_again([model, *self.flat_models()[1:]], slices.IN_SLICES)
             if self._resumed_from is not None:
                 planner.restore(self._resumed_from)
             if not planner.has_shrunk:  # if it has, its limit is below the one that the data was checked against
@@ -136,7 +136,7 @@ class Budgets(FlatTrainer):
         """Within this context, models schedule each pass within the budgets, whatever calls them."""
         if (planner := self.planner) is None:
             return nullcontext()
-        models = (model for model in self.flat.models if planner not in model.hooks)
+        models = (model for model in self.runtime.models if planner not in model.hooks)
         return attributes_set((model, "hooks", (*model.hooks, planner)) for model in models)
 
     # --- a training step --------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class Budgets(FlatTrainer):
     def _in_parts(self, step: Step, is_normalized: bool, inputs: Inputs) -> torch.Tensor:
         """Around TRL's step."""
         assert self._steps is not None
-        parts, counts = self.parts_of(inputs, is_normalized), self.flat.counts.new
+        parts, counts = self.parts_of(inputs, is_normalized), self.runtime.counts.new
         if parts[0].sizes is not None:  # which share less than the whole
             total = sum((part.inputs["flat_batch"].counts for part in parts), BatchCounts())
             counts[-1] = replace(counts[-1], computed=total.computed, repeated=total.repeated)
@@ -202,11 +202,11 @@ class Collated(Budgets, collated.Collated):
     refuse_small_budget = planning.refuse_small_budget
 
     def collated_with(self) -> dict[str, Any]:
-        return super().collated_with() | {"keeps_rows": self.flat.options.has_budget}
+        return super().collated_with() | {"keeps_rows": self.runtime.options.has_budget}
 
     def refuse_options(self) -> None:
         super().refuse_options()
-        if self.flat.options.has_budget and not may_couple(self):
+        if self.runtime.options.has_budget and not may_couple(self):
             refusals.refuse_lost_gradients(self.accelerator, self.args)
 
     @when_flat
@@ -219,7 +219,7 @@ class Collated(Budgets, collated.Collated):
     def _without_rows(self) -> AbstractContextManager[None]:
         """Within this context, data loaders are made whose batches keep no rows: passes without gradients need none."""
         collator = self.data_collator  # by now, it may be one that was set since
-        keeps_rows = self.flat.options.has_budget and isinstance(collator, FlatCollator)
+        keeps_rows = self.runtime.options.has_budget and isinstance(collator, FlatCollator)
         return attributes_set([(self, "data_collator", collator.changed(keeps_rows=False))] if keeps_rows else [])
 
     @when_flat
@@ -277,7 +277,7 @@ class Collated(Budgets, collated.Collated):
         # Sizes and parts are made from the rows on the host, which do not show edits
         labels, made = map(collator.row_labels, (inputs, rows.rows))
         found = edits(whole, {**inputs, "labels": labels}, on_device(made, labels.device))
-        self.flat.trained.edits.add(found, refuse_edits)
+        self.runtime.trained.edits.add(found, refuse_edits)
         if rows.num_items == 1 or planner.is_whole(whole):
             return [inputs]
         refusals.refuse_lost_values(inputs, rows.rows)
@@ -303,7 +303,7 @@ class Online(Budgets):
 
     def refuse_arguments(self, arguments: Arguments) -> None:
         config = arguments["args"]
-        if self.flat.options.memory_budget == "auto" and config.use_vllm and config.vllm_mode == "colocate":
+        if self.runtime.options.memory_budget == "auto" and config.use_vllm and config.vllm_mode == "colocate":
             raise ValueError(
                 "`memory_budget='auto'` with `vllm_mode='colocate'` does not know what vLLM leaves: set the GiB "
                 "that this process may use, including what vLLM holds."
@@ -334,7 +334,7 @@ class Online(Budgets):
         rows = [[0] * prompt + [i + 1] * completion for i in range(number)]  # all with one prompt
         labels = [[IGNORE_INDEX] * prompt + row[prompt:] for row in rows]
         # Refused if rows of one prompt do not fit. The error names a budget that also holds rows with a prompt each
-        shared = FlatBatch.from_rows(rows, labels, prefix_sharing=self.flat.trained.route.prefix_sharing)
+        shared = FlatBatch.from_rows(rows, labels, prefix_sharing=self.runtime.trained.route.prefix_sharing)
         if planner.least_bytes(shared) > planner.budget:
             apart = FlatBatch.from_rows(rows, labels, prefix_sharing=False)
             larger = max(shared, apart, key=planner.least_bytes)  # which it is depends on the lengths

@@ -129,7 +129,7 @@ def print_routes(report: ModelReport) -> None:
 def summarize(trainer: Any, metrics: dict[str, float], seconds: float) -> None:
     """Print what the run took and what it computed, on the main process."""
     counts = trainer.total_counts()  # of all processes
-    memory = trainer.flat.peak_memory
+    memory = trainer.runtime.peak_memory
     if not trainer.accelerator.is_main_process:
         return
     figures = {

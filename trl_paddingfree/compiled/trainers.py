@@ -28,7 +28,7 @@ class Compiling(FlatTrainer):
         for model in models:
             if (flat_model := FlatModel.of(self.flat_base(model))) is not None:
                 if are_proven:
-                    self.flat.check.prove_again([model], compiled(flat_model, options))
+                    self.runtime.check.prove_again([model], compiled(flat_model, options))
                 compile_layers(flat_model, options)
 
 

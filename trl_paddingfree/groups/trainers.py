@@ -18,11 +18,11 @@ class Groups(FlatTrainer):
 
     @property
     def _group_size(self) -> int:
-        return self.flat.options.sequence_parallel_size
+        return self.runtime.options.sequence_parallel_size
 
     def refuse_even_padded(self, arguments: Arguments) -> None:
         super().refuse_even_padded(arguments)
-        refuse_ungrouped(type(self), self._group_size, self.flat.pads, arguments)
+        refuse_ungrouped(type(self), self._group_size, self.runtime.pads, arguments)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -32,7 +32,7 @@ class Groups(FlatTrainer):
     def make_check(self) -> StartUpCheck:
         if self._group is None:
             return super().make_check()
-        given = self.accelerator, self.flat.options, self.args, self.proofs(), self.earlier_verdicts()
+        given = self.accelerator, self.runtime.options, self.args, self.proofs(), self.earlier_verdicts()
         return GroupCheck(*given, group=self._group)
 
     @property
@@ -55,7 +55,7 @@ class Collated(Groups, collated.Collated):
     """For trainers with a collator."""
 
     def refuse_options(self) -> None:
-        for kind, length in self.flat.rotary_limits().items() if self._group is not None else ():
+        for kind, length in self.runtime.rotary_limits().items() if self._group is not None else ():
             if self._group is not None and self.exceeds(length):
                 raise ValueError(self._group.too_long(kind, length))
         super().refuse_options()

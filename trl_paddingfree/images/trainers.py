@@ -68,10 +68,11 @@ class Images(FlatTrainer):
             return super().batches_beside_text()  # type: ignore[misc]
         if not probe.names:
             raise ValueError(
-                f"`memory_budget={self.flat.options.memory_budget}`: no example of the train data has an image in its "
-                "column, so what the vision tower keeps is not known. Remove the column, or leave `memory_budget` out."
+                f"`memory_budget={self.runtime.options.memory_budget}`: no example of the train data has an image in "
+                "its column, so what the vision tower keeps is not known. Remove the column, or leave `memory_budget` "
+                "out."
             )
-        sharing = self.flat.trained.route.prefix_sharing
+        sharing = self.runtime.trained.route.prefix_sharing
         kinds = (["first"], ["second"], ["first", "second"])  # of different images: each alone, and both
         return [probe.batch(x, sharing) for x in kinds if probe.examples.keys() >= {*x}]
 
@@ -165,7 +166,7 @@ class Online(Images):
                 make = images.next(len(input_ids), rules).flatten
                 last = input_ids, self.flatten(input_ids, attention_mask, labels, make)  # type: ignore[attr-defined]
             elif torch.is_grad_enabled():  # what looks at a call has asked before, without gradients
-                self.flat.counts.new.append(last[1].counts)
+                self.runtime.counts.new.append(last[1].counts)
             return last[1]
 
         return flatten

@@ -62,15 +62,15 @@ class Online(FlatTrainer):
         Flatten `(R, L)` rows, with prompts padded on the left and completions on the right. If gradients are enabled,
         they count as trained. `make` makes the flat batch.
         """
-        reach = self.flat.reach_of(input_ids.size(1))
+        reach = self.runtime.reach_of(input_ids.size(1))
         batch = make(
             *generated_on_host(input_ids, attention_mask, labels),
-            prefix_sharing=self.flat.trained.route.prefix_sharing,
+            prefix_sharing=self.runtime.trained.route.prefix_sharing,
             pad_to_multiple_of=self.pad_to_multiple_of,
             reach=reach,
         )
         if torch.is_grad_enabled():  # the policy's pass
-            self.flat.counts.new.append(batch.counts)
+            self.runtime.counts.new.append(batch.counts)
         return batch.to(input_ids.device, non_blocking=True)
 
     def flattener(self, inputs: Inputs) -> Flattener:
@@ -92,7 +92,7 @@ class Online(FlatTrainer):
     @when_flat
     def compute_loss(self, *args, **kwargs):
         with ExitStack() as passes:  # user-defined losses may call the models themselves
-            for flat_model in self.flat.models:
+            for flat_model in self.runtime.models:
                 passes.enter_context(flat_model.flattening(self.flatten))
             return super().compute_loss(*args, **kwargs)
 
@@ -119,7 +119,7 @@ class Online(FlatTrainer):
 
     @when_flat
     def _generate_single_turn(self, *args, **kwargs):
-        with self.flat.trained.attention_as_before():
+        with self.runtime.trained.attention_as_before():
             return super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
 
     def padded_counts(self, inputs: Inputs) -> BatchCounts:

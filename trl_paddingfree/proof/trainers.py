@@ -49,7 +49,7 @@ class Looks(TrainerCallback, ExportableState):
             self.found = Certificate(**resumed["attributes"])
 
     def on_step_begin(self, args, state, control, **kwargs):
-        if self.is_first or state.global_step % self.trainer.flat.options.check_steps == 0:
+        if self.is_first or state.global_step % self.trainer.runtime.options.check_steps == 0:
             self.is_first = False
             models = dict.fromkeys([self.trainer.model_wrapped, *self.trainer.flat_models()[1:]])
             bases = map(self.trainer.accelerator.unwrap_model, models)
@@ -89,7 +89,7 @@ class Looks(TrainerCallback, ExportableState):
         self, flat_model: FlatModel, call: torch.nn.Module, inputs: Inputs, batch: FlatBatch, trains: bool
     ) -> None:
         """Look at one call, and raise an [`UnprovenModelError`] if any process has found a mistake."""
-        trainer, check = self.trainer, self.trainer.flat.check
+        trainer, check = self.trainer, self.trainer.runtime.check
         # Where weights are gathered in each pass, or slices exchanged, all processes compute equally many
         together = is_sharded(trainer.accelerator) or flat_model.peers.name
         skipped = check.why_no_gradients(call) if trains else ""
@@ -130,7 +130,7 @@ class Proof(FlatTrainer):
 
     @when_flat
     def train(self, *args, **kwargs):
-        if self._looks is None and self.flat.options.check_steps:
+        if self._looks is None and self.runtime.options.check_steps:
             self._looks = Looks(self)
             self.add_callback(self._looks)
         try:

@@ -198,7 +198,7 @@ def test_the_embedding_sees_exactly_the_tokens_that_are_counted(layout, tokenize
     seen = TokensSeen()
     result = run("dpo", layout, **with_lora(), callbacks=[seen], train_dataset=preference_data(12, SEED))
     tokens = torch.cat(seen.tokens)
-    counts = result.trainer.flat.counts.logged
+    counts = result.trainer.runtime.counts.logged
     assert len(tokens) == 2 * counts.computed  # once for the policy and once for the reference
     assert not (tokens == tokenizer.pad_token_id).any()
     rows = [

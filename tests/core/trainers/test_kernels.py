@@ -61,7 +61,7 @@ def test_bfloat16_is_as_close_to_float32_by_the_kernels_as_with_padding(task, ba
     else:
         with reference_flash(half_flash_func):
             ours = train(task, layout, "flash_attention_2", **options)
-    route = ours.trainer.flat.route
+    route = ours.trainer.runtime.route
     assert (route.backend, route.prefix_sharing) == (backend, layout == "shared")
     assert_as_close(*expected, ours)
 

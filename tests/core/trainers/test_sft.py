@@ -115,7 +115,7 @@ def test_checkpoints_that_offload_the_mask(model_type, tokenizer, tmp_path):
         options = {"activation_checkpointing_kwargs": {"offload": True, "use_reentrant": reentrant}}
         options |= {"gradient_checkpointing": None, "activation_checkpointing": True}
         _, ours = compare(folder, conversations(12, SEED), "shared", **options)
-        assert ours.trainer.flat.route.backend == "segment"  # and not a dense mask, which would not be lost
+        assert ours.trainer.runtime.route.backend == "segment"  # and not a dense mask, which would not be lost
 
 
 @pytest.mark.parametrize("limit", ["tokens", "memory"])

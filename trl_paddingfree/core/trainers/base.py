@@ -48,7 +48,7 @@ class FlatTrainer(Trainer):
     config_class: Any  # our configuration class
     takes_sequence_parallel: ClassVar[bool] = False  # whether groups of processes may compute its batches
     trains_language_models: ClassVar[bool] = False  # whether TRL's trainer needs a model that can generate
-    flat: Runtime
+    runtime: Runtime
     args: Any  # one of TRL's configurations
     train_dataset: Dataset
     model: PreTrainedModel
@@ -77,9 +77,10 @@ class FlatTrainer(Trainer):
         arguments["args"] = config = config_of(type(self), arguments)
         is_ours = isinstance(config, PaddingFreeOptions)
         options: Any = config if is_ours else PaddingFreeOptions(prefix_sharing=self.config_class.prefix_sharing)
-        self.flat = Runtime(options, pads=not vars(config).get("padding_free", True))  # not all of TRL's have the flag
+        # Not all of TRL's have the flag
+        self.runtime = Runtime(options, pads=not vars(config).get("padding_free", True))
         self.refuse_even_padded(arguments)
-        if self.flat.pads:
+        if self.runtime.pads:
             refusals.warn_of_padding(type(self), config)
             super().__init__(**arguments)
             return
@@ -93,7 +94,7 @@ class FlatTrainer(Trainer):
         self.start_flat()
         bases = [self.flat_base(model) for model in self.flat_models()]
         # TRL drops the reference once its log-probabilities are precomputed
-        self.flat.models = [flat for flat in self.flat.models if flat.model in bases]
+        self.runtime.models = [flat for flat in self.runtime.models if flat.model in bases]
         self.refuse_options()
         self.after_init()
 
@@ -106,8 +107,8 @@ class FlatTrainer(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        self.flat.peak_memory = PeakMemory(self.accelerator.device)
-        if not self.flat.pads:
+        self.runtime.peak_memory = PeakMemory(self.accelerator.device)
+        if not self.runtime.pads:
             self.take_compiler()
             loaders = self.accelerator.dataloader_config
             loaders.dispatch_batches = bool(loaders.dispatch_batches)  # `None` would dispatch batches of streams
@@ -139,7 +140,7 @@ class FlatTrainer(Trainer):
     def make_check(self) -> StartUpCheck:
         """The start-up check of this trainer's models."""
         return StartUpCheck(
-            self.accelerator, self.flat.options, self.args, self.proofs(), earlier=self.earlier_verdicts()
+            self.accelerator, self.runtime.options, self.args, self.proofs(), earlier=self.earlier_verdicts()
         )
 
     def earlier_verdicts(self) -> Verdicts:
@@ -183,7 +184,7 @@ class FlatTrainer(Trainer):
 
     def start_flat(self) -> None:
         """Prove the models, and have them compute flat batches. Does nothing if called again."""
-        if not self.flat.models:
+        if not self.runtime.models:
             self.before_flat()
             starting.start(self)
 
@@ -205,12 +206,12 @@ class FlatTrainer(Trainer):
     @when_flat
     def training_step(self, model, inputs, num_items_in_batch=None):
         step: Step = partial(super().training_step, model, num_items_in_batch=num_items_in_batch)
-        if not self.flat.has_begun:
+        if not self.runtime.has_begun:
             self.begin_training(model)
         self.count_tokens(inputs)
-        for around in self.flat.around_step:
+        for around in self.runtime.around_step:
             step = partial(around, step, num_items_in_batch is not None)
-        with self.flat.trained.must_train(self):
+        with self.runtime.trained.must_train(self):
             loss = step(inputs)
         self.refuse_edits()
         return loss
@@ -218,9 +219,9 @@ class FlatTrainer(Trainer):
     def begin_training(self, model: torch.nn.Module) -> None:
         """Called in the first step of each `train()`: prove the `model` if that had to wait for its weights."""
         self.prove(model)
-        self.flat.has_hooks = None  # what was changed since the trainer was made counts, also as `train()` began
+        self.runtime.has_hooks = None  # what was changed since the trainer was made counts, also as `train()` began
         self.refuse_options()
-        self.flat.has_begun, self.flat.counts.logged_at = True, time.perf_counter()
+        self.runtime.has_begun, self.runtime.counts.logged_at = True, time.perf_counter()
 
     def count_tokens(self, inputs: Inputs) -> None:
         """Count the tokens of a micro-batch, if its rows are flat before the model is called."""
@@ -234,18 +235,18 @@ class FlatTrainer(Trainer):
 
     def refuse_edits(self) -> None:
         """Refuse rows that were edited after they became flat. Waits only if the loss read nothing from the device."""
-        for flat_model in self.flat.models:
+        for flat_model in self.runtime.models:
             flat_model.edits.read()
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        if self.flat.pads:  # without `when_flat`, because padded tokens are counted, too
+        if self.runtime.pads:  # without `when_flat`, because padded tokens are counted, too
             if self.model.training:
-                self.flat.counts.new.append(self.padded_counts(inputs))
+                self.runtime.counts.new.append(self.padded_counts(inputs))
             return super().compute_loss(model, inputs, *args, **kwargs)
-        if self.flat.check.unproven:  # evaluation may come before any step of training
+        if self.runtime.check.unproven:  # evaluation may come before any step of training
             self.prove(model)
         compute = super().compute_loss
-        for around in self.flat.around_loss:
+        for around in self.runtime.around_loss:
             compute = partial(around, compute)
         return compute(model, inputs, *args, **kwargs)
 
@@ -258,7 +259,7 @@ class FlatTrainer(Trainer):
     @property
     def method(self) -> str:
         """How batches are computed, in words. A training step that computes them in another way raises an error."""
-        if (route := self.flat.route) is not None:
+        if (route := self.runtime.route) is not None:
             return f"padding-free ({route.backend}, {'' if route.prefix_sharing else 'no '}shared prefixes)"
         return "TRL, without padding" if vars(self).get("padding_free") else "TRL, with padding"  # TRL sets it to pack
 
@@ -269,8 +270,8 @@ class FlatTrainer(Trainer):
 
     def total_counts(self) -> BatchCounts:
         """Counts over training so far, of all processes. With padding, `distinct` is unknown, and 0."""
-        counts = BatchCounts(*of_all_processes(self.flat.counts.total.as_tuple(), self.accelerator).sum(0).tolist())
-        return counts if self.flat.pads or self.flat.trained.repeats else replace(counts, repeated=0)
+        counts = BatchCounts(*of_all_processes(self.runtime.counts.total.as_tuple(), self.accelerator).sum(0).tolist())
+        return counts if self.runtime.pads or self.runtime.trained.repeats else replace(counts, repeated=0)
 
     @when_flat
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
@@ -280,20 +281,20 @@ class FlatTrainer(Trainer):
 
     def logged_figures(self) -> dict[str, float]:
         """What is logged beside TRL's figures: of all steps since the last time, over all processes."""
-        return self.flat.counts.figures(self.accelerator, self.flat.highest_peak, self.flat.trained.repeats)
+        return self.runtime.counts.figures(self.accelerator, self.runtime.highest_peak, self.runtime.trained.repeats)
 
     @when_flat
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):  # type: ignore[override]
         tags = [tags] if isinstance(tags, str) else list(tags or [])
         super().create_model_card(model_name, dataset_name, [*tags, "padding-free"])
         if self.is_world_process_zero():
-            append_to_card(self.args.output_dir, without_padding(self.method, self.flat.counts.total))
+            append_to_card(self.args.output_dir, without_padding(self.method, self.runtime.counts.total))
 
     # --- around a run -----------------------------------------------------------------------------------------------
 
     @naming_versions()
     def train(self, *args, **kwargs):
-        refusals.refuse_adapters([] if self.flat.pads else self.flat_models())  # some may have been added since
-        self.flat.has_begun = False
+        refusals.refuse_adapters([] if self.runtime.pads else self.flat_models())  # some may have been added since
+        self.runtime.has_begun = False
         with self.as_it_trains(self.args):
             return super().train(*args, **kwargs)

@@ -49,7 +49,7 @@ class Collated(FlatTrainer):
 
     def start_flat(self) -> None:
         """As for any trainer, and the collator makes flat batches."""
-        if not self.flat.models:
+        if not self.runtime.models:
             super().start_flat()
             self.collate_flat()
 
@@ -59,8 +59,8 @@ class Collated(FlatTrainer):
     def collated_with(self) -> dict[str, Any]:
         """Values of the collator that follow from what was found out about the models."""
         return {
-            "prefix_sharing": self.flat.trained.route.prefix_sharing,
-            "rotary_limit": min(self.flat.rotary_limits().values(), default=None),
+            "prefix_sharing": self.runtime.trained.route.prefix_sharing,
+            "rotary_limit": min(self.runtime.rotary_limits().values(), default=None),
         }
 
     @when_flat
@@ -131,7 +131,7 @@ class Collated(FlatTrainer):
     def count_tokens(self, inputs: Inputs) -> None:
         if "flat_batch" not in inputs:
             refuse_lost_batch(inputs)
-        self.flat.counts.new.append(inputs["flat_batch"].counts)
+        self.runtime.counts.new.append(inputs["flat_batch"].counts)
 
     def padded_counts(self, inputs: Inputs) -> BatchCounts:
         slots = inputs["input_ids"].numel()
@@ -140,4 +140,4 @@ class Collated(FlatTrainer):
     def total_counts(self) -> BatchCounts:
         total = super().total_counts()
         # Only TRL counts the real tokens of padded batches
-        return replace(total, real=self._total_train_tokens) if self.flat.pads else total
+        return replace(total, real=self._total_train_tokens) if self.runtime.pads else total

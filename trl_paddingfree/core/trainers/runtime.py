@@ -29,7 +29,7 @@ AroundLoss = Callable[..., Any]
 @dataclass
 class Runtime:
     """
-    What this package keeps for one trainer, as its `flat`. Made before TRL's `__init__` runs; the fields without a
+    What this package keeps for one trainer, as its `runtime`. Made before TRL's `__init__` runs; the fields without a
     default are set after it, before the trainer is done.
     """
 
@@ -83,17 +83,17 @@ def when_flat(method: Method) -> Method:
     ...     def rows(self):
     ...         return "flat, not " + super().rows()
     >>> trainer = OwnTrainer()
-    >>> trainer.flat = SimpleNamespace(pads=False)  # as a trainer's `__init__` sets it
+    >>> trainer.runtime = SimpleNamespace(pads=False)  # as a trainer's `__init__` sets it
     >>> trainer.rows()
     'flat, not padded'
-    >>> trainer.flat.pads = True
+    >>> trainer.runtime.pads = True
     >>> trainer.rows()
     'padded'
     """
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.flat.pads:
+        if not self.runtime.pads:
             return method(self, *args, **kwargs)
         owner = next(each for each in reversed(type(self).__mro__) if vars(each).get(method.__name__) is call)
         return getattr(super(owner, self), method.__name__)(*args, **kwargs)

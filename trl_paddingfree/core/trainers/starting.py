@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def start(trainer: "FlatTrainer") -> None:
     """Prove the models of a `trainer`, and have them compute flat batches."""
-    flat, models = trainer.flat, trainer.flat_models()
+    flat, models = trainer.runtime, trainer.flat_models()
     refuse_adapters(models)
     flat.check = trainer.make_check()
     upstream.apply_liger(trainer.model, trainer.args)
@@ -29,7 +29,7 @@ def start(trainer: "FlatTrainer") -> None:
 
 def prove(trainer: "FlatTrainer", model: torch.nn.Module) -> None:
     """Prove a `model` before it first computes anything, if it had no weights when the trainer was made."""
-    flat, base = trainer.flat, trainer.flat_base(model)
+    flat, base = trainer.runtime, trainer.flat_base(model)
     unproven = flat.check.unproven
     if base not in unproven:
         return
