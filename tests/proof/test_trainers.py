@@ -191,23 +191,40 @@ def test_a_size_that_is_off_with_other_tokens_too_is_a_mistake(dtype):
         trainer.train()
 
 
-def test_a_size_that_is_off_with_some_tokens_only_is_rounding_in_low_precision(caplog):
+def once(tokens, tried):
+    """The first of a look's tries is off, in all rows."""
+    return slice(None) if tried == 0 else slice(0)
+
+
+def elsewhere(tokens, tried):
+    """Each of three tries is off in another row."""
+    start = (0, tokens // 2, tokens - 5)[tried]
+    return slice(start, start + 5)
+
+
+@pytest.mark.parametrize(("where", "times"), [(once, 2), (elsewhere, 3)])
+def test_a_size_that_is_off_with_some_tokens_only_is_rounding_in_low_precision(where, times, caplog):
     """As if rounding sent one of them to another expert: said, and counted."""
     given = arguments("sft", model=make_model(dtype=torch.bfloat16), adapters=False)
     trainer = make_trainer("sft", "shared", steps=1, check_steps=1, train_dataset=DATA["sft"](16, 1), **given)
     mlp = trainer.model.base_model.layers[0].mlp
-    forward, first = mlp.forward, []
+    forward, tries = mlp.forward, []
 
     def wrong(states):
         found = forward(states)
         if states.size(0) > 1 or states.size(1) <= 40:
             return found
-        first.append(states.detach().clone())
-        return found * (2 if torch.equal(states, first[0]) else 1)
+        if not any(torch.equal(states, each) for each in tries):
+            tries.append(states.detach().clone())
+        tried = next(i for i, each in enumerate(tries) if torch.equal(states, each))
+        factors = torch.ones(states.size(1), 1)
+        factors[where(states.size(1), tried)] = 2
+        return found * factors.to(found)
 
     mlp.forward = wrong
     trainer.train()
     assert trainer._looks.found.doubts == 1
+    assert len(tries) == times
     assert "of their size, but not with other tokens in the same places" in caplog.text
     assert "In 1 of them, more differed" in str(trainer._looks.found)
 

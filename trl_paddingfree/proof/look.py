@@ -12,12 +12,12 @@ Compared are
 
 Differences of a few units of rounding pass. Where there are larger ones, rounding is measured: by how much padding
 moves the answers and gradients of the same rows. In low precision, rounding may even send a token to another expert: a
-size that is off has to recur with other tokens in the same places, where a mistake of the layout does. Calls without
-gradients are compared by their answers.
+size that is off has to recur with other tokens in the same places and, once at least, in the same row, as a mistake of
+the layout does. Calls without gradients are compared by their answers.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -50,6 +50,51 @@ _SEEDS = 2**40
 _WIDER = (5, 8)
 
 
+class Size(NamedTuple):
+    """By how much something is off, and by how much it may be, relative to what was expected."""
+
+    error: float
+    tolerance: float
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """
+    By how much rows are off in answers and in gradients, by their numbers, and what the root mean square of all
+    gradients' errors may be: less noisy than the worst row, where all rows are wrong.
+    """
+
+    answers: dict[int, Size]
+    gradients: dict[int, Size]
+    of_all: float
+
+    @classmethod
+    def median(cls, tries: Sequence["Sizes"]) -> "Sizes":
+        """The sizes of each row from the middle one of its tries, the lesser of two."""
+        answers: dict[int, Size] = {}
+        gradients: dict[int, Size] = {}
+        for row in tries[0].answers:
+            ordered = sorted((each for each in tries if row in each.answers), key=lambda each: each.share(row))
+            middle = ordered[(len(ordered) - 1) // 2]
+            answers[row] = middle.answers[row]
+            gradients |= {row: middle.gradients[row]} if row in middle.gradients else {}
+        return cls(answers, gradients, max(each.of_all for each in tries))
+
+    def share(self, row: int) -> float:
+        """By how much of its tolerance a row is off, in answers or in gradients."""
+        return max(_share(sizes[row]) for sizes in (self.answers, self.gradients) if row in sizes)
+
+    @property
+    def worst(self) -> Verdict:
+        """The verdict on what is off by most of its tolerance."""
+        named = {f"answers to row {row}": size for row, size in self.answers.items()}
+        named |= {f"gradients of row {row}": size for row, size in self.gradients.items()}
+        if self.gradients:
+            named["gradients of all rows"] = Size(_mean(x.error for x in self.gradients.values()), self.of_all)
+        name = max(named, key=lambda each: _share(named[each]))
+        return Verdict(named[name].error, name, named[name].tolerance)
+
+
 class Pass(NamedTuple):
     """What the model computes for some rows."""
 
@@ -69,10 +114,12 @@ class Looked:
             The rows that could not be computed alone, and why.
         in_slices (`set`):
             The rows that exceed the budget alone, so that they were computed in slices, too.
+        sizes ([`Sizes`], *optional*):
+            By how much each row is off. `None` if nothing was compared, or what is wrong is so whatever its size.
         agreed (`bool`, *optional*, defaults to `True`):
             Whether the verdict is positive on all processes.
         doubt (`str`, *optional*, defaults to `""`):
-            What was off, in words, but not with other tokens in the same places.
+            What was off, in words, but not in the same row with other tokens in the same places.
     """
 
     verdict: Verdict
@@ -80,6 +127,7 @@ class Looked:
     tokens: int
     left_out: dict[int, str]
     in_slices: set[int]
+    sizes: Sizes | None = None
     agreed: bool = True
     doubt: str = ""
 
@@ -353,22 +401,25 @@ def look(rows: Rows, agree: Agree = bool) -> Looked:
     """
     Compare a flat batch with its rows alone, and leave the model, its buffers and all random states as they are. A call
     with gradients is tried in training mode, without dropout or noise, and with weights off zero that start there;
-    others in evaluation mode. In low precision, a size that is off has to recur with other tokens in the same places.
+    others in evaluation mode. In low precision, a size that is off has to recur twice with other tokens in the same
+    places, and at least once in the same row.
 
     `agree` tells whether a verdict is true on all processes. Every process must call it equally often.
     """
     found, doubt = _looked(rows), ""
+    tries = [found.sizes]
     for draw in range(1, draws_of(rows.flat_model.model)):
-        if agree(found.verdict.passed):
-            return replace(found, doubt=doubt)
-        if not agree(not found.verdict.failure):
-            return replace(found, agreed=False)
+        if agree(found.verdict.passed) or not agree(not found.verdict.failure):
+            break
         doubt = doubt or found.verdict.reason or "another process differs"
         again = _looked(rows.with_other_tokens(draw))
-        if not again.verdict.passed or again.verdict.skipped:  # one that compares nothing explains nothing
-            found = found if found.verdict.reason else again
-        else:
+        tries.append(again.sizes)
+        # A look that compares nothing explains nothing
+        if again.verdict.failure or (again.sizes and again.verdict.passed):
             found = again
+    sizes = [each for each in tries if each]
+    if not found.verdict.passed and found.sizes and len(sizes) > 1:
+        found = replace(found, verdict=replace(Sizes.median(sizes).worst, notes=found.verdict.notes))
     agreed = agree(found.verdict.passed)
     return replace(found, agreed=agreed, doubt=doubt if agreed else "")
 
@@ -377,14 +428,16 @@ def _looked(rows: Rows) -> Looked:
     model = rows.flat_model.model
     trying = as_in_training(model, rows.call, every_layer=True) if rows.trains else as_it_answers(model)
     with untouched(rows.flat_model), trying:
-        verdict = _verdict(rows)
+        found = _found(rows)
+    verdict, sizes = (found.worst, found) if isinstance(found, Sizes) else (found, None)
     if rows.skipped and not verdict.skipped:
         verdict = replace(verdict, notes=(*verdict.notes, f"gradients were not compared, because {rows.skipped}"))
     kept = [] if verdict.skipped else [row for row in rows.numbers if row not in rows.left_out]
-    return Looked(verdict, len(kept), int(rows.mask[kept].sum()), rows.left_out, rows.in_slices)
+    return Looked(verdict, len(kept), int(rows.mask[kept].sum()), rows.left_out, rows.in_slices, sizes)
 
 
-def _verdict(rows: Rows) -> Verdict:
+def _found(rows: Rows) -> Sizes | Verdict:
+    """By how much each row is off, or why that was not compared or does not matter."""
     model = rows.flat_model.model
     unit = rounding_unit(model)  # of the model, which computes under autocast
     flat = rows.tried(rows.flat)
@@ -398,13 +451,14 @@ def _verdict(rows: Rows) -> Verdict:
         flat = rows.flat()
     with outside_autocast(model):
         if not all(values.isfinite().all() for values in expected):
-            found = Verdict(skipped="those of a row alone are not finite")
+            found: Sizes | Verdict = Verdict(skipped="those of a row alone are not finite")
         elif len(rows.left_out) == len(rows.numbers):
             found = Verdict(skipped="no row could be computed alone")
         else:
             found = _compared(rows, unit, flat, expected)
         # All processes measure rounding, or none does: their passes may wait for each other
-        if not rows.largest(not found.passed) or rows.largest(bool(found.failure)):
+        verdict = found.worst if isinstance(found, Sizes) else found
+        if not rows.largest(not verdict.passed) or rows.largest(bool(verdict.failure)):
             return found
     again = rows.flat()
     noises = [rows.alone(flat, wider) for wider in _WIDER]
@@ -420,27 +474,28 @@ def _verdict(rows: Rows) -> Verdict:
         return _compared(rows, unit, flat, expected, [noise for noise in noises if noise is not None])
 
 
-def _compared(rows: Rows, unit: float, flat: Pass, expected: Pass, noises: Sequence[Pass] = ()) -> Verdict:
-    """What differs most beside its tolerance, of answers and of gradients; `noises` are the rows alone with padding."""
+def _compared(rows: Rows, unit: float, flat: Pass, expected: Pass, noises: Sequence[Pass] = ()) -> Sizes | Verdict:
+    """
+    By how much each row is off in answers and in gradients, or what is wrong whatever its size. `noises` are the rows
+    alone with padding.
+    """
     for half, got, wanted in zip(rows.compared, flat.at_tokens, expected.at_tokens, strict=False):
         alone = {row: wanted[rows.places[row]] for row in half}
         if half and (failure := wrong_tokens(got[None], alone, rows.places, half)):
             return Verdict(failure=failure)
-    verdicts = []
-    half = HALF_DIGITS_FACTOR * unit**0.5
+    most = max(HALF_DIGITS_FACTOR * unit**0.5, MOST_NOISE)
     of_answers, of_gradients = _least(unit)
-    for errors, tolerance in (
-        (_errors_of_answers, of_answers),
-        (_errors_of_gradients, of_gradients),
-        (_error_of_all_gradients, of_gradients),
-    ):
-        if not (found := errors(rows, flat, expected)):
-            continue
-        worst = max(found, key=lambda name: (math.isnan(found[name]), found[name]))
-        measured = [x for each in noises for x in errors(rows, each, expected).values() if math.isfinite(x)]
-        most = min(NOISE_FACTOR * max(measured, default=0.0), max(half, MOST_NOISE))
-        verdicts.append(Verdict(found[worst], worst, max(tolerance, most)))
-    return max(verdicts, key=lambda x: (math.isnan(x.error), x.error / x.tolerance))
+
+    def tolerance(least: float, measured: Iterable[float]) -> float:
+        noise = NOISE_FACTOR * max(filter(math.isfinite, measured), default=0.0)
+        return max(least, min(noise, most))
+
+    def sizes(errors: Callable[[Rows, Pass, Pass], dict[int, float]], least: float) -> dict[int, Size]:
+        measured = [error for noise in noises for error in errors(rows, noise, expected).values()]
+        return {row: Size(x, tolerance(least, measured)) for row, x in errors(rows, flat, expected).items()}
+
+    of_all = tolerance(of_gradients, (_mean(_errors_of_gradients(rows, x, expected).values()) for x in noises))
+    return Sizes(sizes(_errors_of_answers, of_answers), sizes(_errors_of_gradients, of_gradients), of_all)
 
 
 def _least(unit: float) -> tuple[float, float]:
@@ -450,28 +505,33 @@ def _least(unit: float) -> tuple[float, float]:
     return unit * _LEAST_UNITS_IN_LOW_PRECISION, _LEAST_OF_GRADIENTS_IN_LOW_PRECISION
 
 
-def _errors_of_answers(rows: Rows, found: Pass, expected: Pass) -> dict[str, float]:
-    """By row, in words, how far answers are off, relative to their size or at least one nat."""
+def _errors_of_answers(rows: Rows, found: Pass, expected: Pass) -> dict[int, float]:
+    """By row, how far answers are off, relative to their size or at least one nat."""
     columns = max(expected.answers.size(1), 1)  # none if rows have one token
     off, size = ((x.pow(2).sum(1) / columns).sqrt() for x in (found.answers - expected.answers, expected.answers))
     relative = (off / size.clamp(min=1)).tolist()
-    return {f"answers to row {i}": x for i, x in enumerate(relative) if i not in rows.left_out}
+    return {row: x for row, x in enumerate(relative) if row not in rows.left_out}
 
 
-def _errors_of_gradients(rows: Rows, found: Pass, expected: Pass) -> dict[str, float]:
-    """By scored row, in words, how far gradients at its tokens are off, relative to their size."""
-    errors: dict[str, float] = {}
+def _errors_of_gradients(rows: Rows, found: Pass, expected: Pass) -> dict[int, float]:
+    """By scored row, how far gradients at its tokens are off, relative to their size."""
+    errors: dict[int, float] = {}
     for half, got, wanted in zip(rows.compared, found.at_tokens, expected.at_tokens, strict=False):
         if half:
             off, size = (x.double().norm(dim=1) for x in (got - wanted, wanted))
             norms = torch.stack([torch.stack([x[rows.places[row]].norm() for x in (off, size)]) for row in half])
             least = _LEAST_NORM * norms[:, 1].max()
             relative = norms[:, 0] / torch.maximum(norms[:, 1], least).clamp(min=1e-300)
-            errors |= dict(zip((f"gradients of row {row}" for row in half), relative.tolist(), strict=True))
+            errors |= dict(zip(half, relative.tolist(), strict=True))
     return errors
 
 
-def _error_of_all_gradients(rows: Rows, found: Pass, expected: Pass) -> dict[str, float]:
-    """The root mean square of what rows are off: less noisy than the worst row, where all rows are wrong."""
-    errors = [*_errors_of_gradients(rows, found, expected).values()]
-    return {"gradients of all rows": math.sqrt(sum(x * x for x in errors) / len(errors))} if errors else {}
+def _mean(errors: Iterable[float]) -> float:
+    """The root mean square of errors; 0 of none."""
+    squares = [x * x for x in errors]
+    return math.sqrt(sum(squares) / max(len(squares), 1))
+
+
+def _share(size: Size) -> float:
+    """Of its tolerance; infinite if the error is no number."""
+    return math.inf if math.isnan(size.error) else size.error / size.tolerance
