@@ -37,19 +37,24 @@ _FIRST = 100
 _PREPARED = {"answer_ids", PAIRS}
 
 
-class OfPairs(FlatTrainer):
-    """Says of trainers that read no pairs that there is nothing for these options and this data to do."""
+class Answers(FlatTrainer):
+    """Refuses the options and the data of this folder where a trainer reads no pairs."""
 
     def refuse_even_padded(self, arguments: Arguments) -> None:
         super().refuse_even_padded(arguments)
-        if (choice := self._answer_choice) != Choice():
-            raise ValueError(f"{choice}: {self.trl_trainer.__name__} reads no pairs. Leave the options out.")
+        if self._answer_choice != Choice():
+            self._refuse_choice(arguments)
+
+    def _refuse_choice(self, arguments: Arguments) -> None:
+        """Refuse the options that choose pairs, if there are none to choose from."""
+        raise ValueError(f"{self._answer_choice}: {self.trl_trainer.__name__} reads no pairs. Leave the options out.")
 
     def refuse_arguments(self, arguments: Arguments) -> None:
         try:
             super().refuse_arguments(arguments)
         except ValueError as error:
-            if any(has_answers(next(iter(dataset), {})) for _, dataset in given_datasets(arguments)):
+            datasets = [] if self.task.unit == "pairs" else given_datasets(arguments)
+            if any(has_answers(next(iter(dataset), {})) for _, dataset in datasets):
                 error.add_note(
                     f"{self.trl_trainer.__name__} reads one answer per row: give each a row of its own. Rows that "
                     "share a prompt share its computation."
@@ -63,7 +68,7 @@ class OfPairs(FlatTrainer):
         return Choice(options.answer_pairs, options.min_score_margin)
 
 
-class Collated(OfPairs, collated.Collated):
+class AnswersCollated(Answers, collated.Collated):
     """For trainers with a collator."""
 
     _reads_answers: bool = False  # whether data was prepared that has several answers per prompt
@@ -83,13 +88,10 @@ class Collated(OfPairs, collated.Collated):
         first: Example = next(iter(dataset), {})
         return has_answers(first) and {*self.task.token_columns}.isdisjoint(first)
 
-    def refuse_even_padded(self, arguments: Arguments) -> None:
+    def _refuse_choice(self, arguments: Arguments) -> None:
         if self.task.unit != "pairs":
-            super().refuse_even_padded(arguments)
-            return
-        super(OfPairs, self).refuse_even_padded(arguments)
-        scored = [data for data in self._answers_in(arguments).values() if "scores" in next(iter(data))]
-        if self._answer_choice != Choice() and not scored:
+            super()._refuse_choice(arguments)
+        elif not any("scores" in next(iter(data)) for data in self._answers_in(arguments).values()):
             raise ValueError(
                 f"{self._answer_choice}: the options choose pairs by `scores`, and the data has none. All `chosen` "
                 "answers meet all `rejected` ones. Leave the options out."
@@ -111,7 +113,7 @@ class Collated(OfPairs, collated.Collated):
             given["eval_dataset"] = {name: pairs.get(name, data) for name, data in evaluated.items()}
         else:
             given["eval_dataset"] = pairs.get("eval", evaluated)
-        super(OfPairs, self).refuse_arguments(arguments | given)
+        super().refuse_arguments(arguments | given)
 
     def _first_pairs(self, dataset: AnyDataset, name: str) -> AnyDataset:
         """A pair of each of the first rows, after refusing what is wrong with them."""
@@ -283,7 +285,7 @@ class Collated(OfPairs, collated.Collated):
             append_to_card(self.args.output_dir, said)
 
 
-class Online(OfPairs):
+class AnswersOnline(Answers):
     """For trainers that generate their rows."""
 
 
@@ -312,3 +314,7 @@ def _alone(batch: dict[str, list], beside: bool) -> dict[str, list]:
                 {"prompt_ids": rows[i][:start], "chosen_ids": rows[i][start:], "rejected_ids": rows[j][start:]}
             )
     return {name: [example[name] for example in alone] for name in ("prompt_ids", "chosen_ids", "rejected_ids")}
+
+
+Collated = AnswersCollated
+Online = AnswersOnline

@@ -9,7 +9,7 @@ from .given_models import refuse_frozen, refuse_unusable
 from .values import DOCUMENTED, refuse_unknown_words, refuse_wrong_values
 
 
-class Checked(FlatTrainer):
+class ArgumentsChecked(FlatTrainer):
     """Refuses mistakes before models and data are loaded."""
 
     def refuse_at_once(self, arguments: Arguments) -> None:
@@ -39,5 +39,5 @@ class Checked(FlatTrainer):
         super().begin_training(model)
 
 
-Collated = Checked
-Online = Checked
+Collated = ArgumentsChecked
+Online = ArgumentsChecked

@@ -40,7 +40,7 @@ class Arranging(FlatTrainer):
             refuse_to_move(self.runtime.options, self.coupled_by_arguments(arguments))
 
 
-class Collated(Arranging, collated.Collated):
+class ArrangingCollated(Arranging, collated.Collated):
     """For trainers with a collator: their sampler moves examples within each optimizer step."""
 
     _sampler: StepSampler | None = None  # the order of examples
@@ -101,7 +101,7 @@ class Collated(Arranging, collated.Collated):
         return loader
 
 
-class Online(Arranging):
+class ArrangingOnline(Arranging):
     """For trainers that generate their rows: once they are there, those of one prompt come together."""
 
     # Set by TRL's trainers
@@ -153,3 +153,7 @@ class Online(Arranging):
                 self._buffered_inputs = [batch for group in arranged for batch in group]
                 inputs = self._buffered_inputs[self._step % number]
         return inputs
+
+
+Collated = ArrangingCollated
+Online = ArrangingOnline

@@ -196,7 +196,7 @@ class Budgets(FlatTrainer):
         super()._load_rng_state(checkpoint)
 
 
-class Collated(Budgets, collated.Collated):
+class BudgetsCollated(Budgets, collated.Collated):
     """For trainers with a collator."""
 
     refuse_small_budget = planning.refuse_small_budget
@@ -292,7 +292,7 @@ def _has_images(part: Inputs) -> bool:
     return any(hook.numbers for hook in part["flat_batch"].hooks)
 
 
-class Online(Budgets):
+class BudgetsOnline(Budgets):
     """For trainers that generate their rows. Micro-batches stay whole, and run in slices."""
 
     # Set by TRL's trainers
@@ -349,3 +349,7 @@ class Online(Budgets):
             return 1
         longest = max(data["prompt"], key=lambda prompt: len(str(prompt)))
         return len(self._tokenize_prompts([longest])[0][0])
+
+
+Collated = BudgetsCollated
+Online = BudgetsOnline

@@ -29,7 +29,7 @@ from .validate import check_preferences, log_dropped
 _DATASETS = {"train": "train_dataset", "eval": "eval_dataset"}
 
 
-class Checked(FlatTrainer):
+class DataChecked(FlatTrainer):
     """What is checked of the data of all trainers."""
 
     _looked_at: Sequence[AnyDataset] = ()  # raw data that was checked before models were loaded
@@ -61,7 +61,7 @@ class Checked(FlatTrainer):
         return self.task.columns
 
 
-class Collated(Checked, collated.Collated):
+class DataCheckedCollated(DataChecked, collated.Collated):
     """For trainers with a collator, whose data TRL prepares."""
 
     def _read_columns(self) -> list[str]:
@@ -70,7 +70,7 @@ class Collated(Checked, collated.Collated):
     @when_flat
     def _prepare_dataset(self, dataset, processing_class, *others, **named):
         def prepare():
-            return super(Collated, self)._prepare_dataset(dataset, processing_class, *others, **named)  # type: ignore[misc]
+            return super(DataCheckedCollated, self)._prepare_dataset(dataset, processing_class, *others, **named)  # type: ignore[misc]
 
         if (task := self.task).name not in CHECKED:
             return prepare()
@@ -100,7 +100,7 @@ class Collated(Checked, collated.Collated):
         return prepared
 
 
-class Online(Checked):
+class DataCheckedOnline(DataChecked):
     """For trainers that generate their rows, from prompts that become tokens when they are drawn."""
 
     environment_factories: Any  # set by TRL's trainers
@@ -130,3 +130,7 @@ class Online(Checked):
     def _tokenize_prompts(self, prompts, *args, **kwargs):
         with naming_prompts(prompts, tokenizer_of(self.processing_class)):
             return super()._tokenize_prompts(prompts, *args, **kwargs)  # type: ignore[misc]
+
+
+Collated = DataCheckedCollated
+Online = DataCheckedOnline

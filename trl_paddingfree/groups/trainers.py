@@ -51,7 +51,7 @@ class Groups(FlatTrainer):
         return super().floating_point_ops(inputs) if is_counted else 0
 
 
-class Collated(Groups, collated.Collated):
+class GroupsCollated(Groups, collated.Collated):
     """For trainers with a collator."""
 
     def refuse_options(self) -> None:
@@ -61,5 +61,9 @@ class Collated(Groups, collated.Collated):
         super().refuse_options()
 
 
-class Online(Groups):
+class GroupsOnline(Groups):
     """For trainers that generate their rows."""
+
+
+Collated = GroupsCollated
+Online = GroupsOnline

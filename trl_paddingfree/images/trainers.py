@@ -77,7 +77,7 @@ class Images(FlatTrainer):
         return [probe.batch(x, sharing) for x in kinds if probe.examples.keys() >= {*x}]
 
 
-class Collated(Images, collated.Collated):
+class ImagesCollated(Images, collated.Collated):
     """For trainers with a collator."""
 
     def collator_of(self, with_images: bool) -> type[FlatCollator]:
@@ -106,7 +106,7 @@ class Collated(Images, collated.Collated):
         return probe
 
 
-class Online(Images):
+class ImagesOnline(Images):
     """For trainers that generate their rows. Comes before [`~trl_paddingfree.online.base.Online`]."""
 
     environment_factories: Any  # set by TRL's trainers
@@ -186,3 +186,7 @@ class Online(Images):
     def refuse_small_budget(self, planner: Any) -> None:
         if self.tried_images is None:  # else, the number of image tokens is unknown
             super().refuse_small_budget(planner)  # type: ignore[misc]
+
+
+Collated = ImagesCollated
+Online = ImagesOnline

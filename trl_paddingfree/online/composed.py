@@ -6,15 +6,15 @@ from ..capabilities import classes_of
 from .base import Online
 
 if TYPE_CHECKING:  # the same bases, for editors and type checkers
-    from ..answers.trainers import Online as AnswersOnline
-    from ..argument_checks.trainers import Checked as ArgumentsChecked
-    from ..arranging.trainers import Online as ArrangingOnline
-    from ..budgets.trainers import Online as BudgetsOnline
+    from ..answers.trainers import AnswersOnline
+    from ..argument_checks.trainers import ArgumentsChecked
+    from ..arranging.trainers import ArrangingOnline
+    from ..budgets.trainers import BudgetsOnline
     from ..compiled.trainers import Compiling
-    from ..data_checks.trainers import Online as CheckedOnline
-    from ..groups.trainers import Online as GroupsOnline
-    from ..images.trainers import Online as ImagesOnline
-    from ..proof.trainers import Proof
+    from ..data_checks.trainers import DataCheckedOnline
+    from ..groups.trainers import GroupsOnline
+    from ..images.trainers import ImagesOnline
+    from ..proof.trainers import Looking
     from ..remembering.trainers import Remembering
     from ..resuming.trainers import Resuming
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:  # the same bases, for editors and type checkers
         Remembering,
         AnswersOnline,
         ArgumentsChecked,
-        CheckedOnline,
-        Proof,
+        DataCheckedOnline,
+        Looking,
         ImagesOnline,
         GroupsOnline,
         Compiling,

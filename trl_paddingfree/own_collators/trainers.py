@@ -9,7 +9,7 @@ from ..padded import counts_by_mask
 from .collate import PaddedRowsCollator
 
 
-class Collated(collated.Collated):
+class OwnCollated(collated.Collated):
     """Has SFT on text take any collator that pads, whose rows have labels of their own."""
 
     def takes_collator(self, given: object, ours: type[FlatCollator]) -> bool:
@@ -27,3 +27,6 @@ class Collated(collated.Collated):
     @property
     def knows_lengths(self) -> bool:
         return not isinstance(self.data_collator, PaddedRowsCollator) and super().knows_lengths
+
+
+Collated = OwnCollated

@@ -28,7 +28,7 @@ class Looks(TrainerCallback, ExportableState):
     What it counts is in the trainer's state, and so in `trainer_state.json`.
     """
 
-    def __init__(self, trainer: "Proof"):
+    def __init__(self, trainer: "Looking"):
         self.trainer = trainer
         self.found = Certificate()
         self.logged_error: float | None = None  # the largest since the last log
@@ -123,7 +123,7 @@ class Looks(TrainerCallback, ExportableState):
         return gather(torch.tensor([[*map(float, numbers)]], device=self.trainer.accelerator.device)).cpu()
 
 
-class Proof(FlatTrainer):
+class Looking(FlatTrainer):
     """Looks at batches that train."""
 
     _looks: Looks | None = None  # once training has begun
@@ -153,5 +153,5 @@ class Proof(FlatTrainer):
             append_to_card(self.args.output_dir, f"\nWhile it trained, {said}\n")
 
 
-Collated = Proof
-Online = Proof
+Collated = Looking
+Online = Looking

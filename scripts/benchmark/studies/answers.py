@@ -157,7 +157,7 @@ def run_method(
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     found: dict[str, Any] = {"pairs": sum(pairs), "tokens": sum(slots), "peak_gib": memory(), "losses": losses}
     if is_ours:
-        counts = trainer.flat.counts.total
+        counts = trainer.runtime.counts.total
         found |= {"tokens": counts.computed, "distinct": counts.distinct}
     trainer.model.zero_grad()
     return found, steps

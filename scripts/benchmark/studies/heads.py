@@ -119,7 +119,7 @@ def run_method(
         losses: list[Any] = []
         counted.append(count_flops(lambda: losses.append(step(model, inputs, *args))))
         if name != PADDED:
-            counts = trainer.flat.counts.total
+            counts = trainer.runtime.counts.total
             found.update(computed_tokens=counts.computed, padded_slots=counts.padded)
         return losses[0]
 

@@ -6,16 +6,16 @@ from ...capabilities import classes_of
 from .collated import Collated
 
 if TYPE_CHECKING:  # the same bases, for editors and type checkers
-    from ...answers.trainers import Collated as AnswersCollated
-    from ...argument_checks.trainers import Checked as ArgumentsChecked
-    from ...arranging.trainers import Collated as ArrangingCollated
-    from ...budgets.trainers import Collated as BudgetsCollated
+    from ...answers.trainers import AnswersCollated
+    from ...argument_checks.trainers import ArgumentsChecked
+    from ...arranging.trainers import ArrangingCollated
+    from ...budgets.trainers import BudgetsCollated
     from ...compiled.trainers import Compiling
-    from ...data_checks.trainers import Collated as CheckedCollated
-    from ...groups.trainers import Collated as GroupsCollated
-    from ...images.trainers import Collated as ImagesCollated
-    from ...own_collators.trainers import Collated as OwnCollated
-    from ...proof.trainers import Proof
+    from ...data_checks.trainers import DataCheckedCollated
+    from ...groups.trainers import GroupsCollated
+    from ...images.trainers import ImagesCollated
+    from ...own_collators.trainers import OwnCollated
+    from ...proof.trainers import Looking
     from ...remembering.trainers import Remembering
     from ...resuming.trainers import Resuming
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:  # the same bases, for editors and type checkers
         Remembering,
         AnswersCollated,
         ArgumentsChecked,
-        CheckedCollated,
-        Proof,
+        DataCheckedCollated,
+        Looking,
         ImagesCollated,
         GroupsCollated,
         Compiling,
