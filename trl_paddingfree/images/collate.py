@@ -18,9 +18,9 @@ from ..core.data.collate import (
     UnpairedPreferenceCollator,
 )
 from ..core.data.lengths import Example
-from ..core.data.rows import CollatedRows, Make
+from ..core.data.rows import CollatedRows
 from ..core.data.task import Task
-from ..core.flat.batch import FlatBatch, Inputs
+from ..core.flat.batch import FlatBatch, Inputs, Make
 from ..core.model.architecture import TYPE_ROWS
 from ..core.model.edits import EditedRowsError
 from .cuts import IMAGE_ARGUMENTS, PER_ROW, Cuts, entries_of, equal_images, numbered, row_cuts, spans_of

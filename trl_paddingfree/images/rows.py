@@ -7,7 +7,7 @@ tower. Shape legend: see `segments`; in addition
     I = placeholders on the flat axis; several of them may need the same feature, if rows share a source
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
+from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs, Make
 from ..core.flat.layout import FlatLayout
 from ..core.flat.transfer import HasTensors, on_device
 from ..core.model.flat_model import FlatModel
@@ -185,7 +185,7 @@ class FlatImages(HasTensors, PassHook):
     def numbers(self) -> int:  # type: ignore[override]
         return self.num_pixels
 
-    def alone(self, row: int, inputs: Inputs) -> tuple[Inputs, Callable[..., FlatBatch]]:
+    def alone(self, row: int, inputs: Inputs, make: Make) -> tuple[Inputs, Make]:
         if self.own is None:
             raise ValueError("it is not known which of its batch's images belong to which row")
         inputs, has_any = dict(inputs), bool((inputs["input_ids"] == self.rules.token_id).any())

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from ..core import upstream
-from ..core.data.rows import Make
 from ..core.data.task import Task
-from ..core.flat.batch import FlatBatch, Inputs
+from ..core.flat.batch import FlatBatch, Inputs, Make
 from ..core.flat.counts import BatchCounts
 from ..core.model.flat_model import FlatModel, Flattener
 from ..core.model.restored import attributes_set

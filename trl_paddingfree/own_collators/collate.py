@@ -9,8 +9,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..core.data.collate import FlatCollator
 from ..core.data.lengths import Example
-from ..core.data.rows import CollatedRows, Make
-from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
+from ..core.data.rows import CollatedRows
+from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs, Make
 from ..padded import default_positions, flattened_at, jumps, row_starts, scores_padding
 
 # Where the documents of rows without padding begin, for kernels: the same as their `position_ids` say

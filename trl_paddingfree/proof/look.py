@@ -31,7 +31,7 @@ from ..core.check.probe import outside_autocast, rounding_unit, tried_tokens
 from ..core.check.prove import Agree, draws_of
 from ..core.check.tokens import embeddings_watched, gradients_at_tokens, scale_of, wrong_tokens
 from ..core.check.training import as_in_training, as_it_answers, raise_if_others_wait
-from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
+from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs, Make
 from ..core.model import architecture
 from ..core.model.flat_model import FlatModel
 from ..core.model.mixers import mixers
@@ -322,7 +322,7 @@ class Rows:
 
         inputs, make = {name: cut(name, value) for name, value in self.inputs.items()}, FlatBatch.from_padded
         for hook in self.batch.hooks:
-            inputs, make = hook.alone(row, inputs)
+            inputs, make = hook.alone(row, inputs, make)
         ids = inputs["input_ids"]
         positions = self.batch.position_ids[0, self.places[row]]
         if inputs.get("position_ids") is None and (positions.diff(prepend=positions.new_tensor([-1])) != 1).any():
@@ -340,7 +340,7 @@ class Rows:
         answers = found.answers if self.is_pooled else found.answers[:, : found.answers.size(1) - wider]
         return Pass(answers, found.at_tokens[:, : stop - start])
 
-    def _in_slices(self, inputs: Inputs, make: Callable[..., FlatBatch]) -> FlatBatch | None:
+    def _in_slices(self, inputs: Inputs, make: Make) -> FlatBatch | None:
         """The flat batch of a row alone if a budget computes it in slices; `None` if it fits, or without a budget."""
         if not self.flat_model.hooks:
             return None

@@ -13,9 +13,9 @@ from trl.trainer.reward_trainer import DataCollatorForPreference as DataCollator
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ...capabilities import classes_of
-from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
+from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs, Make
 from .lengths import Example
-from .rows import AS_THEY_ARE, CollatedRows, Make, ReadAs, documents_of
+from .rows import AS_THEY_ARE, CollatedRows, ReadAs, documents_of
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Rows of a batch on the host, as collators give them, from which flat batches and their parts are built."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -9,9 +9,6 @@ import torch
 
 from ..flat.batch import FlatBatch, Inputs
 from .lengths import Example
-
-# Makes a flat batch of padded `input_ids`, `attention_mask` and `labels`, like [`FlatBatch.from_padded`]
-Make = Callable[..., FlatBatch]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Shape legend: see `segments`; in addition
     P = scored tokens (those that predict a token that some row scores)
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from zlib import crc32
@@ -238,3 +238,7 @@ def _padding(length: int, multiple: int | None, is_needed: bool) -> int:
     """
     tail = -length % multiple if multiple else 0
     return multiple or 1 if is_needed and not tail else tail
+
+
+# Makes a flat batch of padded `input_ids`, `attention_mask` and `labels`, like [`FlatBatch.from_padded`]
+Make = Callable[..., FlatBatch]

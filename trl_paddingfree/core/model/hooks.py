@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..flat.batch import FlatBatch, Inputs
+from ..flat.batch import FlatBatch, Inputs, Make
 from .restored import Change
 from .told import PassContext
 
@@ -33,13 +33,13 @@ class PassHook:
     takes: tuple[str, ...] = ()  # arguments of a call that mean nothing to flat tokens without it, and are refused
     numbers: int = 0  # how many numbers it gives to modules beside the decoder, from which budgets predict memory
 
-    def alone(self, row: int, inputs: Inputs) -> tuple[Inputs, Callable[..., FlatBatch]]:
+    def alone(self, row: int, inputs: Inputs, make: Make) -> tuple[Inputs, Make]:
         """
         What a call with one `row` of the batch takes, of the `inputs` of the call with all rows, in which what has one
-        entry per token is that row's already; and what makes a flat batch of it. Images: the row's own pixels. The
-        proof on batches that train asks.
+        entry per token is that row's already; and what makes a flat batch of it, in place of `make`. Images: the row's
+        own pixels. The proof on batches that train asks.
         """
-        return inputs, FlatBatch.from_padded
+        return inputs, make
 
     def begin(self, flat_model: "FlatModel", batch: FlatBatch) -> FlatBatch:
         """The `batch` as the model can compute it. Slices: whole, on a model that cannot cut it. Budgets: planned."""
