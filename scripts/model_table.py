@@ -42,9 +42,9 @@ A verdict consists of these terms:
 
 This is how to read the table:
 
-- There is a column of figures for each way to compute attention. The first figure is the largest difference between
-  log-probabilities, flat and row by row (root mean square, in nats). The second is the most that the model's own
-  rounding explains.
+- `segment`, `mask`, `flash` and `positions` are [backends](options.md#backends), ways to compute attention. The first
+  figure is the largest difference between log-probabilities, flat and row by row (root mean square, in nats). The
+  second is the most that the model's own rounding explains.
 - The tiny models have 512 positions, and windows of 8 tokens. If one is refused because of these limits, a model with
   longer ones may pass the check.
 - With flash attention, attention in plain PyTorch stands in for the kernel.
@@ -57,8 +57,8 @@ Layers that carry state compute a shared prefix in one of two ways:
   where the branch begins. If `causal-conv1d`, `flash-linear-attention` or `mamba-ssm` is installed, these layers call
   it. The figures are those of plain PyTorch.
 - Layers with other recurrences (RWKV, xLSTM, RecurrentGemma, MiniMax, DeepSeek V4, Zaya, Qwen 4's n-gram features)
-  compute it again for each row, while all other layers stay flat and shared. The layers of the first kind do so, too,
-  if the start-up check fails for them otherwise, as it does for recurrences in float32 within models in float64.
+  compute it again for each row, while all other layers stay flat and shared. Layers of the first kind fall back to this
+  if they fail the start-up check otherwise, as recurrences in float32 do within models in float64.
 
 Some models need a setting, with padding or without:
 

@@ -28,11 +28,12 @@ none, training goes on, and nothing is logged. One command says what a model doe
 trl-paddingfree check Qwen/Qwen3-0.6B --packed
 ```
 
-It packs rows as TRL's SFT does with `packing=True` or `padding_free=True`: the backbone gets one row, and all arguments
+It packs rows as TRL's SFT does with `packing=True` or `padding_free=True`: the backbone gets one row and all arguments
 that TRL's collator makes (`position_ids`, `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k` and
-`seq_idx`). Others, such as `DataCollatorWithFlattening` of transformers by default, give `position_ids` alone: check
-them with [a function of your own](#check-the-forward-of-a-framework). Each document is compared with the same document
-alone, in the dtype of the model. The exit status is 0 if packed rows are exact, else 1. The verdict is one of these:
+`seq_idx`). Other collators, such as transformers' `DataCollatorWithFlattening` by default, give `position_ids` alone:
+check them with [a function of your own](#check-the-forward-of-a-framework). Each document is compared with the same
+document alone, in the dtype of the model. The exit status is 0 if packed rows are exact, else 1. The verdict is one of
+these:
 
 - **exact**: log-probabilities and gradients are those of each document alone, up to rounding and [up to the sizes that
   were tried](#up-to-where-a-verdict-holds).
@@ -57,8 +58,8 @@ The table of all models is below. The trainers of this package compute all of th
 ## A reproducer without this package
 
 TRL 1.16 does not warn of leaks. [Newer releases](../README.md#install) were not tested. The following program needs
-only TRL. It evaluates the same four documents in rows of their own and packed into one row. The losses should be equal,
-but those of gpt-oss are not. With `"jamba"` and `"mamba"`, they differ, too. With `"qwen3_5_text"` and `"falcon_h1"`,
+only TRL. It evaluates four documents twice: in rows of their own, and packed into one row. The losses should be equal,
+but those of gpt-oss are not. Nor are those of `"jamba"` and `"mamba"`. With `"qwen3_5_text"` and `"falcon_h1"`,
 transformers 5.24 raises an error unless kernels for their convolutions are installed.
 
 ```python
@@ -120,8 +121,8 @@ To check `position_ids` alone, give the model
 A test of a framework needs one line: `assert check_packed(model, call).passed`. The function has to compute with the
 model and its input embeddings, and return the same answers each time. Its logits need gradients: under `no_grad`, the
 verdict is INEXACT, and says why. It may call `train()`, because dropout is off during the check. It may turn autocast
-on, which then also holds for documents alone, and it may have its own window. If the embeddings do not get the tokens
-of each document in one piece, gradients are compared at parameters only, and the result says so.
+on: the check then computes documents alone with autocast, too. If the embeddings do not get the tokens of each document
+in one piece, gradients are compared at parameters only, and the result says so.
 
 ## Up to where a verdict holds
 
@@ -130,32 +131,33 @@ The result holds up to the sizes that it names: the number of `documents`, the t
 
 | what | documents | tokens |
 |-|-|-|
-| log-probabilities, and which documents move when others change, in evaluation mode | 4, and 3 | up to 16 and up to 19 each, one of a single token |
-| gradients at the embeddings and of all parameters, in training mode, all layers | 4 | 104 each |
+| log-probabilities, and which documents move when others change, in evaluation mode | 5, then 3 | up to 16 and up to 19 each, one of a single token |
+| gradients at the embeddings and of all parameters, in training mode, all layers | 5 | 104 each |
 | log-probabilities and leaks again, in evaluation and in training mode | 8 | 2,048 in all, 1,280 in the longest |
 
-The last line is left out if it would take more than ten seconds, or more than 2^29 logits. So are, in training mode,
-the layers between the first and the last of their kind. `check_packed(model, call, length=8192, documents=32)` tries
-other sizes, however long that takes. Gradients of weights with more than 262,144 entries are compared along a random
-direction. `result.not_compared` lists what was left out, each with its reason.
+The last line is left out if it would take more than ten seconds, or more than 2^29 logits. If training mode would take
+more than ten seconds, only the first and the last layer of each kind run in it.
+`check_packed(model, call, length=8192, documents=32)` tries other sizes, however long that takes. Gradients of weights
+with more than 262,144 entries are compared along a random direction. `result.not_compared` lists what was left out,
+each with its reason.
 
 A verdict says nothing about more or longer documents: a forward that leaks only above 4,096 tokens is found with
-`length=4097` or more. Nor does it cover losses that a framework computes itself, whether it counts each document once,
-or other numbers of processes.
+`length=4097` or more. Nor does it cover losses that a framework computes itself, whether the framework counts each
+document once, or other numbers of processes.
 
-A window of the model that is shorter than the longest document is tried as it is. A longer one is narrowed during the
-check. A function with its own window does not see that: its verdict is then INEXACT, and names the `length` that
-reaches the window.
+An attention window that is shorter than the longest document is tried as it is. A longer one is narrowed during the
+check. A function that has a window of its own does not see that: its verdict is then INEXACT, and names the `length`
+that reaches the window.
 
 ## All models of transformers {version}
 
 `python scripts/models.py --packed --output docs/packed.md` wrote this table, with tiny random models in float32 on the
-CPU. "By TRL" is with TRL's arguments, and "by `position_ids`" with `position_ids` alone. Attention is what
-transformers loads by default, or `flash_attention_2`, for which attention in plain PyTorch stands in. Figures are
-root mean squares in nats: how much log-probabilities move when other documents change (LEAKS), or how far they are from
-those of each document alone (INEXACT). Kernels of `mamba-ssm`, `causal-conv1d` and `flash-linear-attention` are not
-installed. With them, some layers that carry state keep documents apart if they get the boundaries, as TRL gives them;
-`position_ids` alone do not suffice.
+CPU. "By TRL" is with TRL's arguments, and "by `position_ids`" with `position_ids` alone. Attention is what transformers
+loads by default, or `flash_attention_2`, for which attention in plain PyTorch stands in. Figures are root mean squares
+in nats: how much log-probabilities move when other documents change (LEAKS), or how far they are from those of each
+document alone (INEXACT). Kernels of `mamba-ssm`, `causal-conv1d` and `flash-linear-attention` are not installed. With
+these kernels, some layers that carry state keep documents apart if they get the boundaries, as from TRL; `position_ids`
+alone do not suffice.
 """  # noqa: E501
 
 VISION_COLUMNS = (
