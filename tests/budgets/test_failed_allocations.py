@@ -99,8 +99,8 @@ def test_gradients_that_are_computed_again_are_dropped_as_they_come():
     scale = torch.nn.Parameter(torch.ones(()))  # of the loss: only the optimizer knows it
     trained = [*layer.parameters(), scale]
     (layer(x) * scale).sum().backward()
-    device, flat = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(counts=SimpleNamespace(new=[]))
-    trainer = SimpleNamespace(model=layer, accelerator=device, flat=flat, changed_by_loss=())
+    device, runtime = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(counts=SimpleNamespace(new=[]))
+    trainer = SimpleNamespace(model=layer, accelerator=device, runtime=runtime, changed_by_loss=())
     trainer.optimizer = torch.optim.SGD([scale])
     trainer._metrics, trainer._total_train_tokens = {"train": {}}, 0
     attempt = Attempt(trainer)
