@@ -60,7 +60,7 @@ STEPS = {"trl-packing": "bfd"}
 NEVER_CUTS = "trl-padding-free"
 # What a user can choose for SFT, by method: what it computes, whether it is exact, and what it needs
 CHOICES = {
-    "trl": ("TRL, padded", "all rows at the width of the longest", "what others are compared with", "nothing"),
+    "trl": ("TRL, padded", "all rows at the width of the longest", "yes: the others are compared with it", "nothing"),
     "trl-kept": ("TRL, `gradient_checkpointing=False`", "the same; no layer recomputes", "yes", "memory"),
     "trl-padding-free": (
         "TRL, `padding_free=True`",

@@ -18,7 +18,7 @@ class Options(CoreOptions):
         "pairs; there are none over whole rankings. DPO and reward models only.",
     )
     min_score_margin: float = option(
-        0.0, "By how much the scores of a pair of `answer_pairs` must differ at least. Equal scores make no pair."
+        0.0, "The least difference between the scores of a pair of `answer_pairs`. Equal scores make no pair."
     )
 
     def check_values(self) -> None:

@@ -18,7 +18,7 @@ class Options(CoreOptions):
     )
     memory_budget: float | str | None = option(
         None,
-        "The GiB that training may use on each device. 'auto': what other processes leave of it, less a tenth. Each "
+        "The GiB that training may use on each device. 'auto': what other processes leave free, less a tenth. Each "
         "micro-batch then recomputes as few layers as memory requires, and one that still does not fit runs in parts "
         "or slices, with the same loss and gradients. This replaces `gradient_checkpointing`, which is ignored. "
         "Without a budget, layers recompute as TRL's options say.",

@@ -22,7 +22,7 @@ LOADING = (ValueError, OSError, ImportError, YAMLError)
 EXIT_CODES = """\
 exit codes:
   0  done; from `check` and `quickstart` also: the results agree
-  1  `check` refuses the model, or the losses of `quickstart` differ
+  1  `check` refuses the model or its packing, or the losses of `quickstart` differ
   2  wrong arguments, something cannot be loaded, or a training command refuses the model
   training commands return the exit code of the training script"""
 TRACEBACK = "show where in the code an error is raised"

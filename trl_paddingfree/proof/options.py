@@ -14,7 +14,7 @@ class Options(CoreOptions):
 
     check_steps: Count = option(
         EVERY,
-        "Every how many optimizer steps the trainer looks at the micro-batch at hand before it trains on it: its rows "
-        "go through the model one by one, and their answers and gradients must be those of the flat batch. It always "
-        "looks at the first one of a run. With 0, the model is proven before training only.",
+        "Look at a micro-batch every so many optimizer steps, before training on it: its rows go through the model "
+        "one by one, and their answers and gradients must be those of the flat batch. The trainer always looks at the "
+        "first micro-batch of a run. With 0, it proves the model before training only.",
     )

@@ -9,8 +9,8 @@ from ..model.backends import BackendName
 Count = Annotated[int, 0]
 
 SHARING = (
-    "Compute a prefix once if several rows of a micro-batch start with it, and it is long enough to pay off: a row "
-    "must inherit at least 1/64 of its tokens, and the batch must save at least one token per 64 keys that it gathers."
+    "Compute a prefix once if several rows of a micro-batch start with it, and it is long enough to pay off: at least "
+    "1/64 of a row's tokens, and over the batch, at least one token saved per 64 keys that sharing has to copy."
 )
 
 
@@ -34,8 +34,8 @@ class CoreOptions:
     padding_free: bool = option(
         True,
         "Compute real tokens only. With `False`, the trainer pads as TRL's does, and the log names options of this "
-        "package that then have no effect. It differs from TRL's in checkpoints only: it refuses half-written ones, "
-        "and loads weights by name.",
+        "package that then have no effect. Such a trainer differs from TRL's in checkpoints only: it refuses "
+        "half-written ones, and loads weights by name.",
     )
     prefix_sharing: bool = option(True, SHARING)
     flat_attention: Literal["auto", BackendName] = option(
