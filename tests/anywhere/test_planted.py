@@ -149,7 +149,7 @@ def own_window(size):
 
 
 def keeps_last_call(kept, model, rows):
-    before = kept[-1] if kept else rows[0][:3]
+    before = kept[-1] if kept else rows[-2][:3]  # the first and last of the short rows start alike
     kept[:] = [rows[-1][:3]]
     return [x[len(before) :] for x in alone(model, [torch.cat([before, row]) for row in rows])]
 
