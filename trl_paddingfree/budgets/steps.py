@@ -1,8 +1,8 @@
 """A training step under a budget: one loop over the parts of a micro-batch, for all trainers.
 
-If losses add up, a micro-batch above its budget is divided into parts that run one after another, and nothing is
-computed twice. A part that still does not fit, or a micro-batch in which the loss of an example depends on others, is
-computed in slices beneath the loss, see [`~trl_paddingfree.slices.decoder`].
+If losses add up, a micro-batch above its budget is divided into parts that run one after another, each with a forward
+and a backward pass of its own. A part that still does not fit, or a micro-batch in which the loss of an example depends
+on others, is computed in slices beneath the loss, see [`~trl_paddingfree.slices.decoder`].
 """
 
 from collections import defaultdict

@@ -40,7 +40,7 @@ def why_whole(flat_model: FlatModel) -> str:
     if not flat_model.mixers.found(model):
         return ""
     if flat_model.repeats:
-        return f"{why} do not go along the tree"
+        return f"{why} compute each row by itself"
     if rotary_limits(config):
         return f"{why} frequencies that follow the longest row"
     return f"{why} {flat_model.peers.name}" if flat_model.peers.name else ""
