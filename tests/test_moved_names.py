@@ -23,7 +23,7 @@ MOVED = {
     "get_config_model_id": ("import_trainer", "trl.trainer.utils", "trl_paddingfree.core.trainers.configs"),
     "DataCollatorForPreference": ("import_collator", "trl.trainer.dpo_trainer", "trl_paddingfree.core.data.collate"),
     "_prepare_dataset": ("import_trainer", "DPOTrainer", "PaddingFreeDPOTrainer"),
-    "_generate_single_turn": ("import_trainer", "DistillationTrainer", "PaddingFreeDistillationTrainer"),
+    "_generate_single_turn": ("import_trainer", "GRPOTrainer", "PaddingFreeGRPOTrainer"),
     "shift_labels": ("train_dpo", "trl.trainer.utils.add_fused_lm_head", "FlatModel"),
     "_metrics": ("train_within_a_budget", "DPOTrainer", "PaddingFreeDPOTrainer"),
     "_buffered_inputs": ("train_grpo", "GRPOTrainer", "PaddingFreeGRPOTrainer"),

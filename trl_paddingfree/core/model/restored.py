@@ -61,13 +61,25 @@ def random_state_restored(model: torch.nn.Module, of_users: bool = True) -> Iter
     Restores PyTorch's random state of the CPU and of the accelerators of `model` after the context. Also those of
     Python and NumPy, if code `of_users` may draw from them.
     """
-    accelerator = torch.accelerator.current_accelerator() or torch.device("cuda")  # without one, any will do
-    devices = {p.device.index or 0 for p in model.parameters() if p.device.type == accelerator.type}
-    with torch.random.fork_rng(sorted(devices), device_type=accelerator.type), ExitStack() as restored:
+    kind, devices = _accelerators_of(model)
+    with torch.random.fork_rng(devices, device_type=kind), ExitStack() as restored:
         if of_users:
             restored.callback(random.setstate, random.getstate())
             restored.callback(np.random.set_state, np.random.get_state())
         yield
+
+
+def random_state(model: torch.nn.Module) -> list[torch.Tensor]:
+    """PyTorch's random state of the CPU and of the accelerators of `model`."""
+    kind, devices = _accelerators_of(model)
+    return [torch.get_rng_state(), *(torch.get_device_module(kind).get_rng_state(index) for index in devices)]
+
+
+def _accelerators_of(model: torch.nn.Module) -> tuple[str, list[int]]:
+    """The type of accelerator, and the indices of those that `model` is on."""
+    accelerator = torch.accelerator.current_accelerator() or torch.device("cuda")  # without one, any will do
+    devices = {p.device.index or 0 for p in model.parameters() if p.device.type == accelerator.type}
+    return accelerator.type, sorted(devices)
 
 
 def mark_of(module: torch.nn.Module, name: str) -> object:
