@@ -96,11 +96,14 @@ class Attempt:
             parameter.grad = gradient
 
 
-def halve(planner: MemoryPlanner, error: RuntimeError) -> None:
-    """Halve the slices of a planner if `error` says that memory ran out in its current pass; otherwise raise it."""
+def halve(planner: MemoryPlanner, error: RuntimeError) -> bool:
+    """
+    Halve the slices of a planner if `error` says that memory ran out in its current pass. Returns whether they are
+    smaller now. Raises an error with advice if memory ran out in a pass that cannot be computed again.
+    """
     # No pass is current during generation, which the planner does not schedule
     if (failed := planner.current) is None or not is_allocation_failure(error):
-        raise error
+        return False
     if advice := why_not_again(planner):
         raise type(error)(f"{error}\n{advice}") from error
     before = planner.limit, planner.has_shrunk
@@ -109,11 +112,12 @@ def halve(planner: MemoryPlanner, error: RuntimeError) -> None:
     planner.limit, planner.has_shrunk = size // 2, True  # both set before planning: schedules are cached
     if planner.why_whole or size < LEAST_HALVED or planner.own_schedule(failed).largest_slice(tokens) >= size:
         planner.limit, planner.has_shrunk = before
-        raise error
+        return False
     logger.warning(
         f"An allocation failed in a micro-batch of {tokens} tokens, in slices of up to {size}. It is computed "
         f"again, and from now on micro-batches of more than {planner.limit} tokens run in parts or slices."
     )
+    return True
 
 
 def why_not_again(planner: MemoryPlanner) -> str:

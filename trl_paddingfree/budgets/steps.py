@@ -214,7 +214,9 @@ class TrainingSteps:
             self.planner.finish(has_stepped=trainer.state.global_step > 0)
             return loss
         except RuntimeError as error:
-            halve(self.planner, error)
+            # Raised here, not by `halve`, whose frame would then hold the error, and be held by its traceback
+            if not halve(self.planner, error):
+                raise
         finally:
             self.part = None
         # Not within `except`: while the error lives, its frames hold the memory of the pass

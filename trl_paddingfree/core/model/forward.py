@@ -212,9 +212,9 @@ def layout_arguments(flat_model: "FlatModel", batch: FlatBatch) -> Iterator[Inpu
         try:
             yield arguments
         except (IndexError, RuntimeError, ValueError) as error:
-            if (explained := _explained(model, batch, error)) is error:
-                raise
-            raise explained from error
+            if explained := _explained(model, batch, error):
+                raise ValueError(explained) from error
+            raise
 
 
 @contextmanager
@@ -269,15 +269,15 @@ def is_allocation_failure(error: BaseException) -> bool:
     )
 
 
-def _explained(model: PreTrainedModel, batch: FlatBatch, error: Exception) -> Exception:
-    """The error that a model raised on a flat row, explained if the row exceeds the model's position limit."""
+def _explained(model: PreTrainedModel, batch: FlatBatch, error: Exception) -> str:
+    """What explains the error that a model raised on a flat row that exceeds its position limit; empty otherwise."""
     length, limits = batch.input_ids.size(1), architecture.position_limits(model)
     if not limits or length <= min(limits) or is_allocation_failure(error):
-        return error
+        return ""
     packages = {frame.f_globals["__name__"].partition(".")[0] for frame, _ in walk_tb(error.__traceback__)}
     if packages - {*_LIBRARIES, type(model).__module__.partition(".")[0]}:
-        return error  # from the user's own hook
-    return ValueError(
+        return ""  # from the user's own hook
+    return (
         f"{type(model).__name__} cannot compute a flat row of {length} tokens, more than the {min(limits)} positions "
         f"of its configuration ({type(error).__name__}: {error}). Use smaller batches, in training also "
         f"`max_tokens_per_micro_batch={min(limits)}`, or set `padding_free=False`."
