@@ -9,11 +9,9 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
-from pathlib import Path
 
-from written import write_or_check
+from written import ROOT, write_or_check
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from trl_paddingfree import PaddingFreeOptions  # noqa: E402

@@ -4,7 +4,8 @@ import functools
 
 import pytest
 
-from tests.helpers.vision import BUILDABLE, SAMPLE, VISION_DATA, on_images, on_vision_data
+from tests.helpers.tiny import SEED
+from tests.helpers.vision import BUILDABLE, SAMPLE, VISION_DATA, on_images
 from tests.proof.test_trainers import assert_looked, assert_same_bits
 from tests.runs import make_trainer, train
 from trl_paddingfree import UnprovenModelError
@@ -51,8 +52,10 @@ def test_rows_with_images_are_compared_under_a_budget(budget):
 
 @pytest.mark.parametrize("task", ["dpo", "grpo"])
 def test_images_of_another_row_are_found(task):
-    options = {"check_steps": 1, "steps": 1, "per_device_train_batch_size": 8}  # two prompts of GRPO
-    trainer = make_trainer(task, "shared", **options, **on_vision_data(task))
+    options = {"check_steps": 1, "steps": 1, "per_device_train_batch_size": 8}
+    # Of GRPO, two prompts, whose images differ: among more of them, some have the same, which leaves nothing to swap
+    data = VISION_DATA[task](2 if task == "grpo" else 8, SEED)
+    trainer = make_trainer(task, "shared", **options, **on_images("llava", task), train_dataset=data)
     backbone = trainer.model.base_model
     features = backbone.get_image_features
 

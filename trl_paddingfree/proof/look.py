@@ -420,7 +420,7 @@ def look(rows: Rows, agree: Agree = bool) -> Looked:
         if again.verdict.failure or (again.sizes and again.verdict.passed):
             found = again
     sizes = [each for each in tries if each]
-    if not found.verdict.passed and found.sizes and len(sizes) > 1:
+    if not found.verdict.passed and found.sizes:
         found = replace(found, verdict=replace(Sizes.median(sizes).worst, notes=found.verdict.notes))
     agreed = agree(found.verdict.passed)
     return replace(found, agreed=agreed, doubt=doubt if agreed else "")
@@ -430,16 +430,15 @@ def _looked(rows: Rows) -> Looked:
     model = rows.flat_model.model
     trying = as_in_training(model, rows.call, every_layer=True) if rows.trains else as_it_answers(model)
     with untouched(rows.flat_model), trying:
-        found = _found(rows)
-    verdict, sizes = (found.worst, found) if isinstance(found, Sizes) else (found, None)
+        verdict, sizes = _found(rows)
     if rows.skipped and not verdict.skipped:
         verdict = replace(verdict, notes=(*verdict.notes, f"gradients were not compared, because {rows.skipped}"))
     kept = [] if verdict.skipped else [row for row in rows.numbers if row not in rows.left_out]
     return Looked(verdict, len(kept), int(rows.mask[kept].sum()), rows.left_out, rows.in_slices, sizes)
 
 
-def _found(rows: Rows) -> Sizes | Verdict:
-    """By how much each row is off, or why that was not compared or does not matter."""
+def _found(rows: Rows) -> tuple[Verdict, Sizes | None]:
+    """The verdict, and by how much each row is off: `None` if that was not compared or does not matter."""
     model = rows.flat_model.model
     unit = rounding_unit(model)  # of the model, which computes under autocast
     state = random_state(model)
@@ -447,7 +446,7 @@ def _found(rows: Rows) -> Sizes | Verdict:
     draws = not all(map(torch.equal, random_state(model), state))
     if isinstance(flat, str):
         rows.left_out |= dict.fromkeys(rows.numbers, f"{flat}, of the flat batch")
-        return Verdict(skipped="nothing was computed")
+        return Verdict(skipped="nothing was computed"), None
     expected = rows.alone(flat)
     assert expected is not None
     # Gradients of rows that are left out are not known
@@ -455,26 +454,28 @@ def _found(rows: Rows) -> Sizes | Verdict:
         flat = rows.flat()
     with outside_autocast(model):
         if not all(values.isfinite().all() for values in expected):
-            found: Sizes | Verdict = Verdict(skipped="those of a row alone are not finite")
+            found: tuple[Verdict, Sizes | None] = Verdict(skipped="those of a row alone are not finite"), None
         elif len(rows.left_out) == len(rows.numbers):
-            found = Verdict(skipped="no row could be computed alone")
+            found = Verdict(skipped="no row could be computed alone"), None
         else:
             found = _compared(rows, unit, flat, expected)
+        verdict, _ = found
         # All processes measure rounding, or none does: their passes may wait for each other
-        verdict = found.worst if isinstance(found, Sizes) else found
         if not rows.largest(not verdict.passed) or rows.largest(bool(verdict.failure)):
             return found
     passes = [(rows.flat(), flat)]
     for _ in range(_REPEATED * rows.largest(draws)):
         alone = rows.alone(flat)
-        passes += [(rows.flat(), flat), (alone or expected, expected)]
+        assert alone is not None
+        passes += [(rows.flat(), flat), (alone, expected)]
+    with outside_autocast(model):
+        if rows.largest(any(_moves(again, first, unit) for again, first in passes)):
+            return Verdict(skipped="it draws at random in training, or keeps something of earlier calls"), None
     noises = [rows.alone(flat, wider) for wider in _WIDER]
     for otherwise in mixers().rounding(model):
         with otherwise:
             noises.append(rows.alone(flat))
     with outside_autocast(model):
-        if rows.largest(any(_moves(again, first, unit) for again, first in passes)):
-            return Verdict(skipped="it draws at random in training, or keeps something of earlier calls")
         return _compared(rows, unit, flat, expected, [noise for noise in noises if noise is not None])
 
 
@@ -485,15 +486,17 @@ def _moves(again: Pass, first: Pass, unit: float) -> bool:
     return bool(first.at_tokens.numel()) and relative_error(again.at_tokens, first.at_tokens) > _least(unit)[1]
 
 
-def _compared(rows: Rows, unit: float, flat: Pass, expected: Pass, noises: Sequence[Pass] = ()) -> Sizes | Verdict:
+def _compared(
+    rows: Rows, unit: float, flat: Pass, expected: Pass, noises: Sequence[Pass] = ()
+) -> tuple[Verdict, Sizes | None]:
     """
-    By how much each row is off in answers and in gradients, or what is wrong whatever its size. `noises` are the rows
-    alone with padding.
+    The verdict, and by how much each row is off in answers and in gradients: `None` if something is wrong whatever its
+    size. `noises` are the rows alone with padding.
     """
     for half, got, wanted in zip(rows.compared, flat.at_tokens, expected.at_tokens, strict=False):
         alone = {row: wanted[rows.places[row]] for row in half}
         if half and (failure := wrong_tokens(got[None], alone, rows.places, half)):
-            return Verdict(failure=failure)
+            return Verdict(failure=failure), None
     most = max(HALF_DIGITS_FACTOR * unit**0.5, MOST_NOISE)
     of_answers, of_gradients = _least(unit)
 
@@ -506,7 +509,8 @@ def _compared(rows: Rows, unit: float, flat: Pass, expected: Pass, noises: Seque
         return {row: Size(x, tolerance(least, measured)) for row, x in errors(rows, flat, expected).items()}
 
     of_all = tolerance(of_gradients, (_mean(_errors_of_gradients(rows, x, expected).values()) for x in noises))
-    return Sizes(sizes(_errors_of_answers, of_answers), sizes(_errors_of_gradients, of_gradients), of_all)
+    found = Sizes(sizes(_errors_of_answers, of_answers), sizes(_errors_of_gradients, of_gradients), of_all)
+    return found.worst, found
 
 
 def _least(unit: float) -> tuple[float, float]:
