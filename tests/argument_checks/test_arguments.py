@@ -16,6 +16,7 @@ from trl import DPOConfig
 from tests.helpers.refused import build, without
 from tests.helpers.tiny import DATA, arguments, make_model, make_tokenizer, reward_model, saved
 from tests.runs import make_trainer
+from trl_paddingfree import PaddingFreeSFTTrainer
 from trl_paddingfree.argument_checks.given_models import refuse_unusable
 from trl_paddingfree.argument_checks.values import DOCUMENTED, documented_words
 from trl_paddingfree.registry import TRAINERS
@@ -63,6 +64,16 @@ REFUSED = {
     ),
     "an optimizer": ("sft", {"optimizers": torch.optim.SGD}, "`optimizers` is the class SGD, and must be a pair: pass"),
     "arguments of no optimizer": ("sft", {"optim_args": "lr"}, "`optim_args='lr'` must be pairs such as `'rank=8,"),
+    "a misspelt argument of a schedule": (
+        "sft",
+        {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycels": 2}},
+        "`lr_scheduler_kwargs={'num_cycels': 2}` does not fit `lr_scheduler_type='cosine'`: .* 'num_cycels'",
+    ),
+    "a schedule that lacks an argument": (
+        "grpo",
+        {"lr_scheduler_type": "cosine_with_min_lr"},
+        "`lr_scheduler_kwargs=.*` does not fit `lr_scheduler_type='cosine_with_min_lr'`: .*min_lr",
+    ),
     "no folder": ("dpo", {"output_dir": ""}, "`output_dir=''` names no folder"),
     "a file": ("dpo", {"output_dir": __file__}, "`output_dir='.*py'` is a file, and checkpoints go to a folder"),
     "a folder in a file": ("sft", {"output_dir": f"{__file__}/a/b"}, "` lies below '.*py', which is a file"),
@@ -100,6 +111,23 @@ def test_mistakes_are_refused_in_one_line_before_anything_is_computed(name, unto
     with pytest.raises((ValueError, TypeError), match=message) as error:
         build(task, **{"model": untouched, "peft_config": None, **given})
     assert "\n" not in str(error.value)
+
+
+def test_a_schedule_of_ones_own_is_not_looked_at():
+    """Of its arguments, only who makes it knows what they mean."""
+    model = make_model()
+    given = {"model": model, "peft_config": None, "lr_scheduler_kwargs": {"half_life": 5}}
+    optimizer = torch.optim.SGD(model.parameters())
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    assert build("sft", **given, optimizers=(optimizer, schedule)).lr_scheduler is schedule
+
+    class Halving(PaddingFreeSFTTrainer):
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            raise NotImplementedError
+
+    build("sft", **given, trainer_class=Halving)
+    with pytest.raises(ValueError, match="`lr_scheduler_kwargs={'half_life': 5}` does not fit"):
+        build("sft", **given)
 
 
 def test_a_link_to_nothing_is_no_folder_to_write_to(untouched, tmp_path):

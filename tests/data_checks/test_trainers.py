@@ -279,6 +279,18 @@ def test_a_prompt_that_the_chat_template_refuses_is_named(monkeypatch):
         build("grpo", train_dataset=Dataset.from_list(rows[1:]), processing_class=tokenizer)
 
 
+@pytest.mark.parametrize("number", [0, 1, 7])
+def test_a_prompt_without_tokens_is_refused_before_training_and_in_a_stream_when_it_is_drawn(number):
+    """Padded TRL fails on it inside of `generate`, or predicts its first token from padding."""
+    rows = [{"prompt": "w1 w2"} for _ in range(8)]
+    rows[number]["prompt"] = ""
+    data, said = Dataset.from_list(rows), "The prompt '' has no tokens, .* Leave it out with `dataset.filter`"
+    with pytest.raises(ValueError, match=said):
+        build("grpo", train_dataset=data)
+    with pytest.raises(ValueError, match=said):
+        build("grpo", train_dataset=data.to_iterable_dataset(), shuffle_dataset=False, max_steps=9).train()
+
+
 @pytest.mark.parametrize("task", ["sft", "dpo", "grpo"])
 def test_a_chat_template_that_is_none_is_refused_before_models_load_if_data_needs_it(task):
     tokenizer = make_tokenizer("{% for m in messages %}{{ m['role' }}{% endfor %}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, SchedulerType, TrainingArguments, get_scheduler
 from transformers.utils import logging
 
 from ..core.trainers.configs import Arguments
@@ -85,6 +85,22 @@ def refuse_no_padding_token(arguments: Arguments) -> None:
             f"The tokenizer ({type(tokenizer).__name__}) has neither a `pad_token` nor an `eos_token` to stand in for "
             "it. Set `tokenizer.pad_token` to one of its tokens and pass it as `processing_class`."
         )
+
+
+def refuse_wrong_schedule(config: TrainingArguments) -> None:
+    """
+    Refuse arguments that the schedule of the learning rate does not take, and one that lacks some: transformers makes
+    it once training begins. Here it is made for one number.
+    """
+    name, given = SchedulerType(config.lr_scheduler_type).value, config.lr_scheduler_kwargs
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    try:
+        get_scheduler(name, optimizer, num_warmup_steps=0, num_training_steps=1, scheduler_specific_kwargs=given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"`lr_scheduler_kwargs={given!r}` does not fit `lr_scheduler_type={name!r}`: {str(error).rstrip('.')}. "
+            "Correct one of them."
+        ) from error
 
 
 def warn_of_precision(in_force: str, config: TrainingArguments) -> None:

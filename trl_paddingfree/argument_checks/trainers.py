@@ -1,10 +1,18 @@
 """What is checked of the arguments of all trainers."""
 
 import torch
+from transformers import Trainer
 
 from ..core.trainers.base import FlatTrainer
 from ..core.trainers.configs import Arguments
-from .arguments import refuse_classes, refuse_no_folder, refuse_no_padding_token, warn_of_no_steps, warn_of_precision
+from .arguments import (
+    refuse_classes,
+    refuse_no_folder,
+    refuse_no_padding_token,
+    refuse_wrong_schedule,
+    warn_of_no_steps,
+    warn_of_precision,
+)
 from .given_models import refuse_frozen, refuse_unusable
 from .values import DOCUMENTED, refuse_unknown_words, refuse_wrong_values
 
@@ -27,6 +35,11 @@ class ArgumentsChecked(FlatTrainer):
         super().refuse_arguments(arguments)
         refuse_no_folder(arguments["args"].output_dir)
         refuse_no_padding_token(arguments)
+        if (
+            arguments.get("optimizers", (None, None))[1] is None
+            and type(self).create_scheduler is Trainer.create_scheduler
+        ):
+            refuse_wrong_schedule(arguments["args"])
         warn_of_no_steps(arguments["args"])
         refuse_unusable(arguments, self.trl_trainer.__name__ if self.trains_language_models else "")
 

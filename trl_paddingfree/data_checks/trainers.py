@@ -23,7 +23,7 @@ from .tasks import (
     tokens_checked,
 )
 from .templates import naming_prompts, naming_row
-from .validate import check_preferences, log_dropped
+from .validate import check_preferences, first_prompts, log_dropped, refuse_empty_prompts
 
 # By the names that errors have for them, the arguments of a trainer that are datasets
 _DATASETS = {"train": "train_dataset", "eval": "eval_dataset"}
@@ -117,7 +117,8 @@ class DataCheckedOnline(DataChecked):
         makes_prompts = self.environment_factories or vars(self).get("rollout_func")
         if data is None or makes_prompts or has_images(data) or "prompt" not in column_names(data):
             return
-        self._tokenize_prompts([next(iter(data))["prompt"]])  # a template that refuses prompts says so now
+        for prompt in first_prompts(data):  # what a template refuses, or has no token, is said now
+            self._tokenize_prompts([prompt])
         size = embeddings_of(self.flat_base(self.model))
         # Only a tokenizer that is too large is worth a look at all prompts
         if not isinstance(data, Dataset) or size is None or isinstance(tokenizer, ProcessorMixin):
@@ -129,7 +130,9 @@ class DataCheckedOnline(DataChecked):
     @when_flat
     def _tokenize_prompts(self, prompts, *args, **kwargs):
         with naming_prompts(prompts, tokenizer_of(self.processing_class)):
-            return super()._tokenize_prompts(prompts, *args, **kwargs)  # type: ignore[misc]
+            tokenized = super()._tokenize_prompts(prompts, *args, **kwargs)  # type: ignore[misc]
+        refuse_empty_prompts(prompts, tokenized[0])
+        return tokenized
 
 
 Collated = DataCheckedCollated

@@ -1,6 +1,7 @@
 """Checks the user's data before TRL prepares it: bad rows are refused by number, odd ones are counted and logged."""
 
 from collections.abc import Iterable, Sequence
+from reprlib import repr as short
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,24 @@ def refuse_missing_prompts(dataset: AnyDataset, name: str) -> None:
             f"The {name} data has no `prompt`, only {list(first)}, and `chosen` and `rejected` begin with different "
             "messages. Rename the column of the prompt with `dataset.rename_column`."
         )
+
+
+def first_prompts(dataset: AnyDataset) -> list[Any]:
+    """The first prompt of the data and, unless it is a stream, the first text that is empty."""
+    prompts = [next(iter(dataset))["prompt"]]
+    if has_known_lengths(dataset) and isinstance(prompts[0], str):
+        prompts += [""] * any(pc.any(pc.equal(each["prompt"], "")).as_py() for each in tables_of(dataset, "prompt"))
+    return prompts
+
+
+def refuse_empty_prompts(prompts: Sequence[Any], tokens: Sequence[Sequence[int]]) -> None:
+    """Refuse prompts that have become no tokens: there is nothing to generate from, and TRL fails without saying so."""
+    for prompt, ids in zip(prompts, tokens, strict=True):
+        if not len(ids):
+            raise ValueError(
+                f"The prompt {short(prompt)} has no tokens, so there is nothing to generate from. Leave it out with "
+                "`dataset.filter`."
+            )
 
 
 def log_unread(dataset: AnyDataset, name: str, task: Task, *also: str) -> None:
