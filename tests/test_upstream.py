@@ -55,6 +55,7 @@ PRIVATE = {
     "transformers:Trainer._save_checkpoint": "model trial",
     "transformers:Trainer._issue_warnings_after_load": "load_result",
     "transformers:Trainer._load_best_model": "",
+    "transformers:Trainer._load_callback_state": "",
     "transformers:Trainer._load_from_checkpoint": "resume_from_checkpoint model",
     "transformers:Trainer._load_rng_state": "checkpoint",
     "transformers:Trainer._save_rng_state": "output_dir",

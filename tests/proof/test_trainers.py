@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from tests.helpers.architectures import tiny_model
 from tests.helpers.tiny import DATA, arguments, following_rotary, make_model, preference_data
 from tests.runs import make_trainer, train
 from trl_paddingfree import PaddingFreeDPOConfig, UnprovenModelError
+from trl_paddingfree.proof.certificate import Certificate
+from trl_paddingfree.proof.look import Rows
 from trl_paddingfree.registry import TRAINERS
 
 # Rounding of answers and gradients of these models in float32: sums over at most a few hundred terms
@@ -157,6 +161,82 @@ def test_the_state_and_the_card_say_what_was_compared(tmp_path):
     resumed = make_trainer("dpo", "shared", steps=3, check_steps=1, output_dir=str(tmp_path), **arguments("dpo"))
     resumed.train(resume_from_checkpoint=True)
     assert resumed._looks.found.number == 6
+
+
+class Patience(TrainerCallback, ExportableState):
+    """A callback that transformers saves with checkpoints."""
+
+    def __init__(self, steps=0):
+        self.steps = steps
+
+    def state(self):
+        return {"args": {"steps": self.steps}, "attributes": {}}
+
+
+@pytest.mark.parametrize("restores", [False, True])
+@pytest.mark.parametrize("before", [0, 1])
+def test_runs_are_resumed_with_looks_and_without_and_their_other_callbacks_restored(tmp_path, before, restores):
+    """Checkpoints of runs without looks, also those of padded TRL, know of none."""
+    given = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 1, **arguments("dpo")}
+    first = make_trainer("dpo", "shared", steps=1, check_steps=before, callbacks=[Patience(7)], **given)
+    first.train()
+    for steps, every in enumerate([1, 0, 1], 2):
+        given["restore_callback_states_from_checkpoint"] = restores
+        trainer = make_trainer("dpo", "shared", steps=steps, check_steps=every, callbacks=[Patience(3)], **given)
+        trainer.train(resume_from_checkpoint=True)
+        assert trainer.state.global_step == steps
+        (own,) = (each for each in trainer.callback_handler.callbacks if isinstance(each, Patience))
+        assert own.steps == (7 if restores else 3)
+        if every:
+            assert trainer._looks in trainer.callback_handler.callbacks
+    state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
+    assert state["stateful_callbacks"]["Looks"]["attributes"] == asdict(trainer._looks.found)
+    assert trainer._looks.found.number == 2 * (2 + before)
+
+
+def test_a_certificate_of_another_release_is_read():
+    found = asdict(Certificate(number=3, rows=5))
+    assert Certificate.of({"of_a_later_release": 1, **found}) == Certificate(number=3, rows=5)
+    del found["doubts"]
+    assert Certificate.of(found) == Certificate(number=3, rows=5)
+
+
+def test_a_step_that_is_tried_again_with_smaller_batches_is_looked_at_again_and_no_hook_stays():
+    given = {**arguments("dpo"), "auto_find_batch_size": True, "per_device_train_batch_size": 4}
+    trainer = make_trainer("dpo", "shared", steps=2, check_steps=2, train_dataset=DATA["dpo"](16, 1), **given)
+    step, failed = trainer.training_step, []
+
+    def fail_once(*args, **kwargs):
+        loss = step(*args, **kwargs)
+        if not failed:
+            failed.append(loss)
+            raise RuntimeError("CUDA out of memory.")
+        return loss
+
+    trainer.training_step = fail_once
+    trainer.train()
+    assert trainer.state.train_batch_size < 4
+    assert trainer._looks.found.number == 2 * 2  # of the step that failed, and of the first one
+    assert not any(module._forward_pre_hooks for module in (trainer.model, trainer.model_wrapped))
+
+
+def test_a_batch_that_cannot_be_computed_again_is_no_mistake_and_named(monkeypatch, caplog):
+    """Beside what is compared, there may be no memory for it."""
+    flat, passes = Rows.flat, []
+
+    def fail_again(rows):
+        passes.append(rows)
+        if len(passes) == 2:
+            raise torch.OutOfMemoryError("on purpose")
+        found = flat(rows)
+        return found._replace(answers=found.answers * 1.01) if len(passes) == 1 else found
+
+    monkeypatch.setattr(Rows, "flat", fail_again)
+    run = trained("sft", 1, steps=2)
+    said = "some batches were not compared, because the flat batch could not be computed again (OutOfMemoryError: on"
+    assert [reason.startswith(said) for reason in run.trainer._looks.found.not_compared] == [True]
+    assert "could not be computed again" in caplog.text
+    assert run.trainer._looks.found.number == 1
 
 
 def test_without_looks_nothing_is_added(tmp_path):

@@ -26,7 +26,7 @@ TESTED = {
 _GENERATES = "_name _generate_single_turn _prepare_inputs _tokenize_prompts"
 CLASS_NAMES = {
     "Trainer": "_get_num_items_in_batch _get_train_sampler _issue_warnings_after_load _load_best_model "
-    "_load_from_checkpoint _load_rng_state _prepare_inputs _save_checkpoint _save_rng_state "
+    "_load_callback_state _load_from_checkpoint _load_rng_state _prepare_inputs _save_checkpoint _save_rng_state "
     "_set_signature_columns_if_needed compute_loss create_accelerator_and_postprocess create_model_card "
     "floating_point_ops get_eval_dataloader get_test_dataloader get_tp_size get_train_dataloader log prediction_step "
     "train training_step",

@@ -1,8 +1,8 @@
 """What looks have found so far, as the log, the trainer's state and the model card say it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeAlias
 
 import torch
 from transformers.utils import logging
@@ -41,6 +41,11 @@ class Certificate:
     largest_error: float = 0.0
     doubts: int = 0
     not_compared: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, saved: dict[str, Any]) -> "Certificate":
+        """That of a checkpoint, which another release may have saved."""
+        return cls(**{each.name: saved[each.name] for each in fields(cls) if each.name in saved})
 
     def add(self, looked: Looked, of_all: OfAll = lambda numbers: torch.tensor([numbers])) -> tuple[float, list[str]]:
         """

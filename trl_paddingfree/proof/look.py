@@ -451,7 +451,10 @@ def _found(rows: Rows) -> tuple[Verdict, Sizes | None]:
     assert expected is not None
     # Gradients of rows that are left out are not known
     if rows.largest(any(row in half for half in rows.halves for row in rows.left_out)):
-        flat = rows.flat()
+        without = rows.tried(rows.flat)
+        if isinstance(without, str):
+            return _not_again(without), None
+        flat = without
     with outside_autocast(model):
         if not all(values.isfinite().all() for values in expected):
             found: tuple[Verdict, Sizes | None] = Verdict(skipped="those of a row alone are not finite"), None
@@ -463,11 +466,16 @@ def _found(rows: Rows) -> tuple[Verdict, Sizes | None]:
         # All processes measure rounding, or none does: their passes may wait for each other
         if not rows.largest(not verdict.passed) or rows.largest(bool(verdict.failure)):
             return found
-    passes = [(rows.flat(), flat)]
-    for _ in range(_REPEATED * rows.largest(draws)):
-        alone = rows.alone(flat)
-        assert alone is not None
-        passes += [(rows.flat(), flat), (alone, expected)]
+    passes: list[tuple[Pass, Pass]] = []
+    for number in range(1 + _REPEATED * rows.largest(draws)):
+        again = rows.tried(rows.flat)
+        if isinstance(again, str):
+            return _not_again(again), None
+        passes.append((again, flat))
+        if number:
+            alone = rows.alone(flat)
+            assert alone is not None
+            passes.append((alone, expected))
     with outside_autocast(model):
         if rows.largest(any(_moves(again, first, unit) for again, first in passes)):
             return Verdict(skipped="it draws at random in training, or keeps something of earlier calls"), None
@@ -477,6 +485,11 @@ def _found(rows: Rows) -> tuple[Verdict, Sizes | None]:
             noises.append(rows.alone(flat))
     with outside_autocast(model):
         return _compared(rows, unit, flat, expected, [noise for noise in noises if noise is not None])
+
+
+def _not_again(error: str) -> Verdict:
+    """The verdict where a flat batch cannot be computed again, such as for lack of memory beside what is compared."""
+    return Verdict(skipped=f"the flat batch could not be computed again ({error})")
 
 
 def _moves(again: Pass, first: Pass, unit: float) -> bool:

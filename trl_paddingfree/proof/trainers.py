@@ -44,14 +44,17 @@ class Looks(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.is_first = True
-        resumed = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
-        if resumed:
-            self.found = Certificate(**resumed["attributes"])
+        # Runs that looked at nothing leave none in their checkpoints, and transformers saves to what it finds
+        resumed = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        if state.global_step:
+            self.found = Certificate.of(resumed["attributes"])
 
     def on_step_begin(self, args, state, control, **kwargs):
+        self.forget()  # of a step that did not end, such as one that `auto_find_batch_size` tries again
         if self.is_first or state.global_step % self.trainer.runtime.options.check_steps == 0:
             self.is_first = False
-            models = dict.fromkeys([self.trainer.model_wrapped, *self.trainer.flat_models()[1:]])
+            # TRL calls the model within its wrapper where adapters are off: the reference
+            models = dict.fromkeys([self.trainer.model_wrapped, self.trainer.model, *self.trainer.flat_models()[1:]])
             bases = map(self.trainer.accelerator.unwrap_model, models)
             self.forwards = [(base, "forward", base.forward) for base in bases]
             self.hooks = [
@@ -138,6 +141,13 @@ class Looking(FlatTrainer):
         finally:
             if self._looks is not None:
                 self._looks.forget()
+
+    def _load_callback_state(self) -> None:
+        """Restores the other callbacks: transformers would make this one anew, without its trainer."""
+        saved = self.state.stateful_callbacks.pop(Looks.__name__, None)
+        super()._load_callback_state()
+        if saved is not None:
+            self.state.stateful_callbacks[Looks.__name__] = saved
 
     def logged_figures(self) -> dict[str, float]:
         figures, looks = super().logged_figures(), self._looks
