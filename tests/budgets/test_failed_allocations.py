@@ -120,6 +120,16 @@ def test_a_failed_pass_frees_its_memory_at_once(folder, where, attempts, monkeyp
     assert not any(held)
 
 
+def test_a_pass_that_is_computed_again_has_a_peak_of_its_own(folder):
+    """That of the failed attempt would correct what smaller slices are predicted to need."""
+    trainer, begun = budgeted("dpo", folder, preference_data(16, SEED)), []
+    memory = SimpleNamespace(can_reset=True, peak=0, begin=lambda: begun.append(1) or 0)
+    trainer.planner.device_memory = memory
+    with failing(trainer, {1}, True):
+        train(trainer)
+    assert len(begun) == trainer.state.max_steps + 1
+
+
 def test_other_processes_wait_so_nothing_is_computed_again(folder, monkeypatch):
     trainer = budgeted("dpo", folder, preference_data(16, SEED))
     monkeypatch.setattr(attempts, "why_not_again", lambda plan: "Lower `memory_budget`")

@@ -211,7 +211,7 @@ class NoSuchPairError(Exception):
     """What a guard of the user's raises."""
 
 
-def guarded(trainer_class):
+def guarded(trainer_class, catches=NoSuchPairError):
     """A trainer whose model refuses a token, and whose steps leave out micro-batches that have it."""
 
     class Guarded(trainer_class):
@@ -221,7 +221,7 @@ def guarded(trainer_class):
         def training_step(self, model, *args, **kwargs):
             try:
                 return super().training_step(model, *args, **kwargs)
-            except NoSuchPairError:
+            except catches:
                 self.norms.append(sum(p.grad is not None and p.grad.norm().item() for p in model.parameters()))
                 if self.has_zeroed:
                     model.zero_grad()
@@ -280,12 +280,18 @@ def test_a_micro_batch_that_fails_in_a_later_part_counts_for_nothing(accumulatio
     assert_same(padded, ours)
 
 
+@pytest.mark.parametrize("catches", [NoSuchPairError, Exception])
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_gradients_of_a_failed_micro_batch_are_never_trained_on(number, made):
-    """Those of the micro-batches before it are the same tensors: training ends, unless its user sets them to zero."""
+def test_gradients_of_a_failed_micro_batch_are_never_trained_on(number, catches, made):
+    """
+    Those of the micro-batches before it are the same tensors: training ends, unless its user sets them to zero, and
+    even if what has caught the error catches this one, too.
+    """
     data, options = with_a_refused_pair(number), {**FAILING, "gradient_accumulation_steps": 4}
     options |= {**arguments("dpo", options.pop("adapters")), "steps": 1, "max_tokens_per_micro_batch": 50}
-    trainer = make_trainer("dpo", "ours", trainer_class=guarded(PaddingFreeDPOTrainer), train_dataset=data, **options)
+    trainer = make_trainer(
+        "dpo", "ours", trainer_class=guarded(PaddingFreeDPOTrainer, catches), train_dataset=data, **options
+    )
     with pytest.raises(RuntimeError, match=r"Call `trainer.model.zero_grad\(\)` in what catches the error"):
         trainer.train()
     assert trainer.state.global_step == 0

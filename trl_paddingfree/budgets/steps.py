@@ -182,13 +182,14 @@ class TrainingSteps:
 
     def refuse_spoilt(self) -> None:
         """Refuse to go on with gradients of some parts of a micro-batch, unless they were set to zero since."""
-        is_spoilt, self.is_spoilt = self.is_spoilt, None
-        if is_spoilt is not None and is_spoilt():
+        # Stays in force as long as they are there: what has caught the first error may catch this one
+        if self.is_spoilt is not None and self.is_spoilt():
             raise RuntimeError(
                 "A micro-batch failed after some of its parts had added to the gradients of those before it, from "
                 "which they cannot be taken out. Call `trainer.model.zero_grad()` in what catches the error; or set "
                 "`gradient_accumulation_steps=1`, or leave `memory_budget` and `max_tokens_per_micro_batch` out."
             )
+        self.is_spoilt = None
 
     def remember(self) -> None:
         """Begin a pass, which is yet to be scheduled: what it changes from here on can be rolled back."""
@@ -221,6 +222,7 @@ class TrainingSteps:
             self.part = None
         # Not within `except`: while the error lives, its frames hold the memory of the pass
         self.attempt.undo()
+        self.planner.current = None  # what comes is another pass, with a peak of its own
         return self._run_pass(step, part, metrics, is_last)
 
     def weighted(self, loss: torch.Tensor | tuple[torch.Tensor, Any]) -> torch.Tensor | tuple[torch.Tensor, Any]:
