@@ -6,8 +6,8 @@ import pytest
 from datasets import Dataset, IterableDataset
 
 from tests.answers.runs import arguments, scored
-from tests.helpers.tiny import make_model, make_tokenizer
-from tests.runs import make_trainer, run
+from tests.helpers.tiny import DATA, make_model, make_tokenizer
+from tests.runs import assert_same, make_trainer, run
 from trl_paddingfree import concatenated_inputs
 from trl_paddingfree.answers.examples import Choice
 from trl_paddingfree.answers.prepare import NotedPreparation
@@ -104,6 +104,13 @@ def test_trainers_of_single_answers_say_that_rows_share_prompts_already(task):
     with pytest.raises(ValueError, match="has no columns that") as raised:
         make_trainer(task, "ours", train_dataset=Dataset.from_list([GOOD]))
     assert "Rows that share a prompt share its computation" in "".join(raised.value.__notes__)
+
+
+@pytest.mark.parametrize("task", ["sft", "kto"])
+def test_columns_of_several_answers_beside_what_a_trainer_reads_are_left_out_as_in_trl(task):
+    given = [{**row, **{name: GOOD[name] for name in ("completions", "scores")}} for row in DATA[task](8, 0)]
+    compared = (run(task, x, train_dataset=Dataset.from_list(given), steps=2) for x in ("padded", "flat"))
+    assert_same(*compared)
 
 
 def test_a_transform_is_refused_by_name():

@@ -9,8 +9,8 @@ from datasets import Dataset
 from tests.answers.runs import compare
 from tests.helpers.folders import needs
 from tests.helpers.tiny import text
-from tests.helpers.vision import SAMPLE, WORDS, on_images, vision_pairs
-from tests.runs import make_trainer
+from tests.helpers.vision import SAMPLE, WORDS, on_images, vision_completions, vision_pairs
+from tests.runs import assert_same, make_trainer, run
 
 pytestmark = [pytest.mark.trl_1, needs("images")]
 
@@ -55,6 +55,29 @@ def test_prompts_without_a_pair_are_left_out_and_images_computed_once(caplog):
     pairs = sum(len({*row["scores"]}) * (len(row["scores"]) - 1) // 2 for row in rows[:2])
     assert len(batch["input_ids"]) == 2 * pairs
     assert len(batch["pixel_values"]) == len(rows[0]["images"]) == 2
+
+
+@pytest.mark.parametrize("made_with", ["pairs", "answers"])
+def test_answers_that_are_given_to_evaluate_are_read_as_in_padded_trl(made_with):
+    """Also if training data has pairs, and if some prompts have none."""
+    data = vision_pairs(8, 0) if made_with == "pairs" else DATA
+    alone = {**DATA[0], "completions": DATA[0]["completions"][:1], "scores": [1.0]}
+    evaluated, losses = Dataset.from_list([alone, *vision_answers(3, 1), alone]), []
+    options = {"per_device_eval_batch_size": 1, "per_device_train_batch_size": 2}
+    for padding_free in (True, False):
+        given = {**on_images("llava", "dpo"), **options, "padding_free": padding_free}
+        trainer = make_trainer("dpo", "ours", train_dataset=data, **given)
+        losses.append(trainer.evaluate(evaluated)["eval_loss"])
+        trainer.train()
+        assert ("flat/pairs" in trainer.state.log_history[0]) == (padding_free and made_with == "answers")
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # rounding of float32
+
+
+def test_a_column_of_several_answers_beside_a_completion_is_left_out_as_in_trl():
+    rows = vision_completions(8, 0)
+    rows = rows.add_column("completions", [["w1", "w2", "w3"]] * 8).add_column("scores", [[2.0, 1.0, 0.0]] * 8)
+    given = {"train_dataset": rows, "steps": 2}
+    assert_same(*(run("sft", layout, **on_images("llava", "sft"), **given) for layout in ("padded", "flat")))
 
 
 def test_a_bad_row_with_images_is_named():

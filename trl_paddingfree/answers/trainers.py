@@ -11,6 +11,7 @@ from ..core.data.lengths import AnyDataset, Example, has_images, has_known_lengt
 from ..core.data.rows import ReadAs
 from ..core.flat.batch import Inputs
 from ..core.flat.counts import of_all_processes
+from ..core.model.restored import random_state_restored
 from ..core.trainers import collated
 from ..core.trainers.base import FlatTrainer
 from ..core.trainers.card import append_to_card
@@ -72,7 +73,8 @@ class AnswersCollated(Answers, collated.Collated):
     """For trainers with a collator."""
 
     _reads_answers: bool = False  # whether data was prepared that has several answers per prompt
-    _new_pairs: int = 0  # that this process has trained on since the last log
+    # That this process has trained on since the last log, if the data that the trainer was made with has answers
+    _new_pairs: int | None = None
 
     @property
     def _trains_on_answers(self) -> bool:
@@ -83,7 +85,8 @@ class AnswersCollated(Answers, collated.Collated):
 
     def _has_answers(self, dataset: Any) -> bool:
         """Whether raw data of this task has several answers per prompt."""
-        if not isinstance(dataset, Dataset | IterableDataset):  # TRL says what is wrong with it
+        # TRL says what is wrong with what is no dataset
+        if self.task.unit != "pairs" or not isinstance(dataset, Dataset | IterableDataset):
             return False
         first: Example = next(iter(dataset), {})
         return has_answers(first) and {*self.task.token_columns}.isdisjoint(first)
@@ -210,18 +213,27 @@ class AnswersCollated(Answers, collated.Collated):
         if not self._is_vision_dataset:
             return
 
-        def taken(dataset: Any, name: str) -> Any:
-            if isinstance(dataset, dict):
-                return {key: taken(each, key) for key, each in dataset.items()}
-            if not self._has_answers(dataset):
-                return dataset
-            if self.runtime.pads:  # else, they were looked at before models were loaded
-                self._first_pairs(dataset, name)
-            self._reads_answers = True
-            return with_pairs(dataset, self._answer_choice, name)
+        # Those of padding-free trainers were looked at before models were loaded
+        is_new = self.runtime.pads
+        with random_state_restored(self.model):  # transforms of the data may draw
+            self.train_dataset: Any = self._taken(self.train_dataset, "train", is_new)
+            self.eval_dataset: Any = self._taken(self.eval_dataset, "eval", is_new)
 
-        self.train_dataset: Any = taken(self.train_dataset, "train")
-        self.eval_dataset: Any = taken(self.eval_dataset, "eval")
+    def _taken(self, dataset: Any, name: str, is_new: bool) -> Any:
+        if isinstance(dataset, dict):
+            return {key: self._taken(each, key, is_new) for key, each in dataset.items()}
+        if not self._has_answers(dataset):
+            return dataset
+        if is_new:
+            self._first_pairs(dataset, name)
+        self._reads_answers = True
+        return with_pairs(dataset, self._answer_choice, name)
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        if self._is_vision_dataset and self._has_answers(eval_dataset):  # given to `evaluate`
+            eval_dataset = self._taken(eval_dataset, "eval", is_new=True)
+            self._read_answers()
+        return super().get_eval_dataloader(eval_dataset)
 
     def _flat_collator(self):
         collator = super()._flat_collator()
@@ -259,28 +271,30 @@ class AnswersCollated(Answers, collated.Collated):
 
     @property
     def sample_unit(self) -> str:
-        return "prompts" if self._reads_answers else super().sample_unit
+        return super().sample_unit if self._new_pairs is None else "prompts"
 
     def after_init(self) -> None:
         super().after_init()
         if self._reads_answers:
+            self._new_pairs = 0
             self.runtime.around_step.append(self._count_pairs)
 
     def _count_pairs(self, step: Step, is_normalized: bool, inputs: Inputs) -> torch.Tensor:
         """Around TRL's step."""
+        assert self._new_pairs is not None
         self._new_pairs += len(inputs["input_ids"]) // len(LISTED)
         return step(inputs)
 
     def logged_figures(self) -> dict[str, float]:
         figures = super().logged_figures()
-        if not self._reads_answers:
+        if self._new_pairs is None:
             return figures
         of_processes, self._new_pairs = of_all_processes([self._new_pairs], self.accelerator), 0
         return figures | {"flat/pairs": of_processes.sum().item()}  # each group of processes counts once
 
     def create_model_card(self, *args, **kwargs) -> None:
         super().create_model_card(*args, **kwargs)
-        if self._reads_answers and self.is_world_process_zero():
+        if self._new_pairs is not None and self.is_world_process_zero():
             said = f"\nPairs of several answers per prompt were chosen by {self._answer_choice}.\n"
             append_to_card(self.args.output_dir, said)
 
