@@ -8,6 +8,7 @@ from datasets import Dataset, IterableDataset
 from transformers import ProcessorMixin
 
 from ..core.data.lengths import AnyDataset, column_names, has_images
+from ..core.model.restored import random_state_restored
 from ..core.trainers import collated
 from ..core.trainers.base import FlatTrainer
 from ..core.trainers.configs import Arguments
@@ -39,7 +40,8 @@ class DataChecked(FlatTrainer):
         self._looked_at = refuse_given(type(self), arguments)
 
     def before_flat(self) -> None:
-        self.refuse_unknown_tokens()
+        with random_state_restored(self.model):  # transforms of the data may draw
+            self.refuse_unknown_tokens()
         super().before_flat()
 
     def after_init(self) -> None:

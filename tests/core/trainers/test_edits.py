@@ -219,8 +219,14 @@ def test_a_data_loader_of_ones_own_is_told_what_a_budget_needs(model_dir):
     assert_same(whole, run("sft", "ours", trainer_class=Loading, **options))
 
 
-def test_a_callback_may_change_the_collator(model_dir):
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_callback_may_change_the_collator(model_dir, is_own):
+    class Own(DataCollatorForPreference):
+        pass
+
     def trained(layout, **options):
+        if is_own:
+            options["data_collator"] = Own(pad_token_id=0)
         trainer = make_trainer("dpo", layout, **common("dpo", model_dir, **options | {"steps": 3}))
         callback = TrainerCallback()
         callback.on_step_end = lambda *args, **kwargs: setattr(trainer.data_collator, "max_length", 12)
@@ -228,8 +234,50 @@ def test_a_callback_may_change_the_collator(model_dir):
         return train(trainer)
 
     padded = trained("padded")
+    assert not is_own or padded.trainer.data_collator.max_length == 12
     for options in ({}, {"max_tokens_per_micro_batch": 40}):
         assert_same(padded, trained("shared", **options))
+
+
+def test_an_attribute_reaches_the_collator_whose_rows_are_made_flat():
+    class Own(DataCollatorForPreference):
+        calls, rate = 0, 1.0
+
+        def torch_call(self, examples):
+            self.calls += 1
+            self.seen = self.rate
+            return super().torch_call(examples)
+
+    own = Own(pad_token_id=0)
+    own.rate = 0.5
+    ours = PreferenceCollator.of(own)
+    pair = {"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4]}
+    ours([pair])
+    ours.rate, ours.max_length, ours.prefix_sharing = 0.25, 2, False
+    assert ours([pair])["input_ids"].tolist() == [[1, 2], [1, 2]]
+    assert (own.calls, own.seen, own.rate) == (2, 0.25, 0.25)
+    assert not hasattr(own, "prefix_sharing")
+
+
+@pytest.mark.parametrize("kind", ["transform", "stream"])
+def test_rows_that_are_drawn_at_random_are_those_of_padded_trl(kind):
+    """Nothing reads a row between seeding and training, or its draws count for nothing."""
+
+    def draw(rows):
+        drawn = [5 + int(50 * x) for x in (random.random(), np.random.random(), torch.rand(()).item())]
+        ids = [[*ids, *drawn] for ids in rows["input_ids"]]
+        return {"input_ids": ids, "labels": ids}
+
+    runs = []
+    for layout in ("padded", "flat"):
+        rows = Dataset.from_dict({"input_ids": [[5, 6, 7]] * 8})
+        if kind == "stream":
+            rows = rows.to_iterable_dataset().map(draw, batched=True, batch_size=2)
+        else:
+            rows = rows.with_transform(draw)
+        options = {"dataset_kwargs": {"skip_prepare_dataset": True}, "train_sampling_strategy": "sequential"}
+        runs.append(run("sft", layout, train_dataset=rows, steps=2, **options))
+    assert_same(*runs)
 
 
 def test_a_mask_with_gaps_is_refused():

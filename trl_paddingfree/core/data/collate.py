@@ -93,6 +93,13 @@ class FlatCollator(DataCollatorMixin):
             made.collate = other  # a subclass may give other rows than TRL's
         return made
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute, also of the collator whose rows this one makes flat, if that has it."""
+        super().__setattr__(name, value)
+        collate = vars(self).get("collate")
+        if name in getattr(collate, "__dict__", ()) and name not in FlatCollator.__dataclass_fields__:
+            setattr(collate, name, value)
+
     def changed(self, **values: Any) -> Self:
         """A copy with these `values`, which shares everything else that a subclass holds, fields or not."""
         vars(other := copy(self)).update(values)

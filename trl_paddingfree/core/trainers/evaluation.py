@@ -14,12 +14,14 @@ def weigh_last_batch(trainer: Any, inputs: Inputs) -> None:
     """
     Weight the last batch of an evaluation stream by its number of rows. accelerate knows that number if it dispatches
     batches, as it does for padded ones unless options or a training stream forbid it. If processes read batches
-    themselves, it takes the last one for a full one, as in trainers that generate, whose `inputs` are examples.
+    themselves, it takes the last one for a full one, as in trainers that generate, whose `inputs` are examples. With
+    `dataloader_drop_last=True`, it is full.
     """
     accelerator = trainer.accelerator
     loader = accelerator.gradient_state.active_dataloader
     is_last = loader is not None and loader.end_of_dataloader and loader.remainder == -1
-    if not is_last or isinstance(inputs, list) or trainer.args.accelerator_config.dispatch_batches is not None:
+    dispatches = trainer.args.accelerator_config.dispatch_batches is not None
+    if trainer.args.dataloader_drop_last or not is_last or isinstance(inputs, list) or dispatches:
         return
     if trainer.num_streams == 1:
         batch = inputs.get("flat_batch")  # packed documents are one row of TRL's

@@ -117,12 +117,11 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
     def compute_loss(self, model, inputs, *args, **kwargs):
         if (function := self.compute_loss_func) is None or not self._cuts_packed:
             return super().compute_loss(model, inputs, *args, **kwargs)
-        mask = inputs["attention_mask"].bool()
 
         def of_packed_row(outputs, labels, **kwargs):  # documents in one row, as in TRL, which skips first tokens
-            outputs.logits = outputs.logits[mask][None]
+            outputs.logits = _packed_row(outputs.logits, inputs, 0)
             labels = torch.cat([torch.full_like(labels[:, :1], IGNORE_INDEX), labels[:, 1:]], 1)
-            return function(outputs, labels[mask][None], **kwargs)
+            return function(outputs, _packed_row(labels, inputs, IGNORE_INDEX), **kwargs)
 
         with attributes_set([(self, "compute_loss_func", of_packed_row)]):
             return super().compute_loss(model, inputs, *args, **kwargs)
@@ -133,7 +132,17 @@ class PaddingFreeSFTTrainer(CollatedTrainer, SFTTrainer):
         if logits is None or not self._cuts_packed:
             return loss, logits, labels
         # All documents in one row, as in TRL, however many packed rows there were
-        mask = inputs["attention_mask"].bool()
-        inputs["input_ids"] = inputs["input_ids"][mask][None]  # which `include_for_metrics` may ask for
-        inputs["labels"] = labels = labels[mask][None]
-        return loss, logits[mask][None], labels
+        pad = self.data_collator.pad_token_id
+        ids, logits, labels = (
+            _packed_row(values, inputs, fill)
+            for values, fill in ((inputs["input_ids"], pad), (logits, 0), (labels, IGNORE_INDEX))
+        )
+        inputs["input_ids"], inputs["labels"] = ids, labels  # which `include_for_metrics` may ask for
+        return loss, logits, labels
+
+
+def _packed_row(values: torch.Tensor, inputs: Inputs, fill: int) -> torch.Tensor:
+    """Values at the tokens of all documents, `(R, L, ...)`, as one row that is padded as TRL pads a packed one."""
+    row = values[inputs["attention_mask"].bool()]
+    padding = inputs["flat_batch"].packed_length - len(row)
+    return torch.cat([row, row.new_full((padding, *row.shape[1:]), fill)])[None]
