@@ -367,6 +367,23 @@ def test_columns_that_nobody_reads_are_named_in_one_line(task, caplog):
         assert line.startswith(f"The train data has columns that {task.upper()} does not read{listed}")
 
 
+OF_REWARDS = [
+    {"label": "positive"},
+    {"label": 7},
+    {"completion": "42"},
+    {"chosen": ["a", "b"], "rejected": None},
+    {"history": [{"role": "usr", "content": "w1"}]},
+]
+
+
+@pytest.mark.parametrize("as_stream", [False, True])
+@pytest.mark.parametrize("columns", OF_REWARDS, ids=str)
+@pytest.mark.parametrize("task", ["grpo", "rloo", "distillation"])
+def test_columns_that_reward_functions_read_may_hold_anything(task, columns, as_stream):
+    data = Dataset.from_list([{"prompt": user("w1"), **columns}] * 8)
+    build(task, train_dataset=data.to_iterable_dataset() if as_stream else data, max_steps=1).train()
+
+
 class OwnRows(LanguageModelingCollator):
     """It might read any column."""
 

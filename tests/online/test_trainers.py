@@ -1,6 +1,6 @@
 """GRPO and RLOO, padded TRL beside ours: the passes of policy, old policy and reference over generated rows."""
 
-from functools import partial
+from functools import partial, wraps
 from unittest import mock
 
 import pytest
@@ -261,6 +261,33 @@ def test_rewards_that_are_no_numbers_are_named_with_their_function(task):
     functions = trainer.reward_funcs
     trainer.train()
     assert trainer.reward_funcs is functions
+
+
+def length(text):
+    return float(len(text))
+
+
+@wraps(length)
+def adapted(completions, **kwargs):
+    return [length(text) for text in completions]
+
+
+class AsynchronousJudge:
+    async def __call__(self, completions, scale=1.0, **kwargs):
+        return [scale * length(text) for text in completions]
+
+
+@pytest.mark.parametrize("function", [adapted, partial(AsynchronousJudge(), scale=2.0)], ids=["wraps", "asynchronous"])
+def test_rewards_with_another_signature_or_asynchronous_ones_train_as_in_trl(function):
+    assert_same(*(run("grpo", layout, reward_funcs=function, steps=1) for layout in ("padded", "shared")))
+
+
+def test_an_error_of_a_reward_function_stays_its_own():
+    def breaks(completions, **kwargs):
+        raise TypeError("of the user's own")
+
+    with pytest.raises(TypeError, match="of the user's own"):
+        build("grpo", reward_funcs=breaks).train()
 
 
 def test_distillation_without_a_teacher_is_refused():

@@ -62,7 +62,7 @@ def columns_read(columns: Sequence[str], task: Task, text_field: str) -> dict[st
     if not tokens.isdisjoint(columns):
         return {}
     if task.name != "sft":
-        read = {*columns} - ({"margin"} - {*task.reads})  # only reward models read margins
+        read = {*columns} & {"prompt", *task.reads}  # others are for reward functions, or for nobody
         return {column: holds for column, holds in _HOLDS.items() if column in read}
     if {text_field, "messages"} <= {*columns} and "completion" not in columns:  # TRL goes by what the messages are
         return {}

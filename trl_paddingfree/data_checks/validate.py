@@ -77,7 +77,7 @@ def refuse_misspelt_roles(dataset: AnyDataset, name: str, task: Task) -> None:
     """
     is_raw = has_known_lengths(dataset) and not has_known_lengths(dataset, task.token_columns)
     for column in dataset.column_names if is_raw else ():
-        if task.reads and column not in (*RAW_COLUMNS, *task.reads):
+        if column not in (*RAW_COLUMNS, *task.reads):  # others are for reward functions, or for nobody
             continue
         kind = dataset.features.arrow_schema.field(column).type
         if not types.is_list(kind) or not types.is_struct(kind.value_type) or "role" not in kind.value_type.names:

@@ -1,36 +1,31 @@
 """Rewards of the user's functions: what is no number is named with the function, where Python would name neither."""
 
 import inspect
-from contextlib import suppress
 from functools import wraps
 from numbers import Number
 from reprlib import repr as short
 from typing import Any
 
 import torch
+from trl.trainer.utils import is_async_callable
 
 
 def checked(function: Any, name: str) -> Any:
     """A reward function that refuses rewards that are no numbers. Models and asynchronous functions are left alone."""
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-    if isinstance(function, torch.nn.Module) or is_async:
+    if isinstance(function, torch.nn.Module) or is_async_callable(function):
         return function
-
-    takes = None
-    with suppress(TypeError, ValueError):  # functions of C have none
-        takes = inspect.signature(function)
 
     @wraps(function, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
-        if takes is not None:
-            try:
-                takes.bind(*args, **kwargs)
-            except TypeError as error:
-                raise ValueError(
-                    f"The reward function {name!r} does not take what TRL passes ({error}): write it as "
-                    "`def reward(completions, **kwargs)`."
-                ) from None
-        rewards = function(*args, **kwargs)
+        try:
+            rewards = function(*args, **kwargs)
+        except TypeError as error:
+            if not (problem := _why_not_taken(function, args, kwargs)):
+                raise
+            raise ValueError(
+                f"The reward function {name!r} does not take what TRL passes ({problem}): write it as "
+                "`def reward(completions, **kwargs)`."
+            ) from error
         if rewards is None or isinstance(rewards, str | bytes | Number):
             raise ValueError(f"The reward function {name!r} returned {short(rewards)}: return a list of numbers.")
         if not torch.is_tensor(rewards):
@@ -44,3 +39,16 @@ def checked(function: Any, name: str) -> Any:
         return rewards
 
     return call
+
+
+def _why_not_taken(function: Any, args: tuple, kwargs: dict[str, Any]) -> str:
+    """Why a function does not take these arguments, by its signature; empty if it does, or has none, as in C."""
+    try:
+        takes = inspect.signature(function)
+    except (TypeError, ValueError):
+        return ""
+    try:
+        takes.bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    return ""
