@@ -8,7 +8,10 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from . import __version__
 
 _PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "numpy")
-_OPTIONAL = ("flash-attn", "flash-attn-3", "kernels", "liger-kernel", "bitsandbytes", "deepspeed", "matplotlib")
+_OPTIONAL = (
+    "flash-attn", "flash-attn-3", "kernels", "liger-kernel", "causal-conv1d", "mamba-ssm", "flash-linear-attention",
+    "bitsandbytes", "deepspeed", "matplotlib",
+)  # fmt: skip
 
 
 def flash_implementations() -> list[str]:

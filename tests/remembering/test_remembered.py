@@ -1,6 +1,7 @@
 """Verdicts that are remembered: a restart takes none of the check, and whatever has changed since is checked again."""
 
 import copy
+import functools
 import json
 import os
 import subprocess
@@ -145,6 +146,16 @@ def called_function(patch, model):
     patch.setattr(torch.nn.functional, "silu", wrong)
 
 
+def called_function_by_a_decorator(patch, model):
+    silu = torch.nn.functional.silu
+
+    @functools.wraps(silu)
+    def wrong(states, inplace=False):
+        return leak(silu(states)) if states.size(0) == 1 and states.size(1) > 20 else silu(states)
+
+    patch.setattr(torch.nn.functional, "silu", wrong)
+
+
 def subclass(patch, model):
     class Norm(LlamaRMSNorm):
         forward = leaky(LlamaRMSNorm.forward)
@@ -152,7 +163,7 @@ def subclass(patch, model):
     model.model.norm.__class__ = Norm
 
 
-PLANTED = [hook, own_forward, of_class, called_function, subclass]
+PLANTED = [hook, own_forward, of_class, called_function, called_function_by_a_decorator, subclass]
 
 
 @pytest.mark.parametrize("plant", PLANTED)
@@ -176,6 +187,32 @@ def test_an_attention_function_under_the_same_name_is_another_one(monkeypatch):
         AttentionInterface.register("of_the_user", function)
         keys.append(fingerprint.fingerprint(model, model, "of_the_user"))
     assert keys[0] != keys[1]
+
+
+def decorated(function):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return call
+
+
+class Decorated(torch.nn.Module):
+    @decorated
+    def forward(self, states):
+        return self.scaled(states)
+
+    def scaled(self, states):
+        return states
+
+
+def test_a_method_that_a_decorated_forward_calls_is_in_the_key(monkeypatch):
+    model = with_head(make_model())
+    model.model.layers[0].mlp = Decorated()
+    before = key(model)
+    assert key(model) == before
+    monkeypatch.setattr(Decorated, "scaled", lambda self, states: 2 * states)
+    assert key(model) != before
 
 
 def with_adapters(model):

@@ -263,9 +263,12 @@ class Fingerprint:
             return
         for cell in function.__closure__ or ():
             try:
-                self.add(cell.cell_contents)
+                held = cell.cell_contents
             except ValueError:  # not filled yet
                 self.say("empty")
+                continue
+            # A method that a decorator wraps calls others of its class, too
+            self.add_function(held, owner) if isinstance(held, FunctionType) else self.add(held)
         if not is_leaf:
             self._add_all(function.__defaults__, function.__kwdefaults__)
             if owner is not None and _root(owner) != "torch":
@@ -302,9 +305,12 @@ class Fingerprint:
     def _add_named(self, name: str, x: Any, of_leaf: bool, by_value: bool) -> None:
         """Add what a function names: code, registries of functions and, if asked for, any object `by_value`."""
         self.say(name)
-        x = x if isinstance(x, type) else getattr(x, "__wrapped__", x)
+        if not isinstance(x, type | FunctionType):
+            x = getattr(x, "__wrapped__", x)
         if isinstance(x, FunctionType):
             self.add_function(x, depth=1 if of_leaf else 0)
+            if isinstance(wrapped := vars(x).get("__wrapped__"), FunctionType):
+                self.add_function(wrapped, depth=1 if of_leaf else 0)
         elif isinstance(x, type):
             self.say(x.__module__, x.__qualname__)
             if _root(x) not in _LEAVES and not of_leaf and (x, ()) not in self.classes:
