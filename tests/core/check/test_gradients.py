@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from peft import LilyConfig, LoraConfig, get_peft_model
+from peft import LilyConfig, LoraConfig, ShiraConfig, get_peft_model
 
 from tests.core.check.test_mutations import leak as mixed
 from tests.core.check.test_prove import SEGMENT, make
@@ -317,7 +317,7 @@ def test_a_model_without_watched_embeddings_is_refused():
     model = make()
     reference = RowsInTraining(model)
     model.get_input_embeddings().register_forward_hook(lambda module, args, output: output.detach())
-    assert not check_gradients(lambda: reference, prefix_sharing=False).passed
+    assert not check_gradients(model, lambda: reference, prefix_sharing=False).passed
 
 
 def deep(monkeypatch):
@@ -368,6 +368,15 @@ def test_the_gradient_of_a_large_weight_is_compared_along_one_direction(monkeypa
     layer.forward = lambda x: x @ (weight if x.size(0) > 1 else 0.5 * weight + 0.5 * weight.detach()).T
     with pytest.raises(UnprovenModelError, match=r"gradients of `model.layers.1.mlp.down_proj.weight` are wrong by 5"):
         proven(model)
+
+
+def test_the_gradient_of_a_long_vector_is_compared_whole(monkeypatch):
+    """SHiRA's adapters are vectors of one number for each entry that they change."""
+    monkeypatch.setattr("trl_paddingfree.core.check.gradients._WHOLE", 100)
+    model = make()
+    adapted = get_peft_model(model, ShiraConfig(r=4, target_modules=["down_proj"]))
+    assert any(p.requires_grad and p.ndim == 1 and p.numel() > 100 for p in adapted.parameters())
+    assert proven(model).passed
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyError, torch.OutOfMemoryError])
@@ -427,7 +436,7 @@ def test_noise_of_training_is_off_while_gradients_are_compared():
     model = make()
     install(model)
     noise_of(model)
-    result = check_gradients(lambda: RowsInTraining(model), prefix_sharing=True)
+    result = check_gradients(model, lambda: RowsInTraining(model), prefix_sharing=True)
     assert result.passed
     assert not result.skipped
     assert model.get_input_embeddings().neftune_noise_alpha == 5

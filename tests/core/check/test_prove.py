@@ -529,7 +529,7 @@ def test_an_expert_that_holds_nan_is_named_if_no_short_row_meets_it():
     model.lm_head.weight.data[:1] *= float("inf")
     reference.alone = reference.alone._replace(at_tokens=reference.alone.at_tokens * float("nan"))
     install(model)
-    skipped = check_gradients(lambda: reference, prefix_sharing=True).skipped
+    skipped = check_gradients(reference.model, lambda: reference, prefix_sharing=True).skipped
     assert "not finite: `lm_head.weight` holds NaN or infinity" in skipped
 
 

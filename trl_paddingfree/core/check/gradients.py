@@ -189,6 +189,8 @@ class RowsInTraining:
             }
             return Pass(passes[0].log_probs, of_rows, of_weights)
 
+        if FlatModel.peers_of(self.model).name or is_sharded(self.model):
+            self.noise()  # in all processes, or some would wait for weights that others do not ask for
         passes = in_groups()
         is_random = relative_error(passes[-1].log_probs, passes[0].log_probs) > self.unit
         if vary is None:
@@ -306,11 +308,12 @@ class RowsInTraining:
 InTraining = Callable[[], RowsInTraining]  # called only when gradients are compared
 
 
-def check_gradients(in_training: InTraining, prefix_sharing: bool) -> Verdict:
-    """Compare the gradients of a flat batch, on the installed route, with those of the rows alone."""
+def check_gradients(model: PreTrainedModel, in_training: InTraining, prefix_sharing: bool) -> Verdict:
+    """Compare the gradients of a flat batch of `model`, on the installed route, with those of the rows alone."""
     try:
         reference = in_training()
     except Exception as error:  # it would not train with padding either
+        raise_if_others_wait(model, error)
         first_line, *_ = str(error).split("\n")
         return Verdict(failure=f"a row alone raises {type(error).__name__}: {first_line}", unmendable=True)
     if reference.lost:
@@ -344,8 +347,8 @@ def _worst(verdicts: Sequence[Verdict]) -> Verdict:
 
 
 def _sketch(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient in float64; a large one is multiplied by a random vector."""
-    if gradient.numel() > _WHOLE:
+    """A gradient in float64; that of a large matrix is multiplied by a random vector."""
+    if gradient.numel() > _WHOLE and gradient.ndim > 1:
         vector = torch.randn(gradient.size(-1), generator=torch.Generator().manual_seed(0))
         gradient = gradient.flatten(0, -2).float() @ vector.to(gradient.device)
     return gradient.double()

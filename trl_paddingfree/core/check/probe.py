@@ -100,7 +100,7 @@ def tried_tokens(model: PreTrainedModel) -> np.ndarray:
     embeds tokens, nor tokens whose embeddings hold NaN or infinity: data may never use these.
     """
     embeddings: Any = model.get_input_embeddings()
-    unlike = [vars(embeddings).get("padding_idx"), *map(vars(model.config).get, _PLACEHOLDERS)]
+    unlike = [*(vars(x).get("padding_idx") for x in embeddings.modules()), *map(vars(model.config).get, _PLACEHOLDERS)]
     ids = np.arange(model.config.get_text_config().vocab_size)
     weight = getattr(embeddings, "weight", None)
     # All processes must draw alike, and see only their own part of a sharded weight

@@ -182,7 +182,7 @@ def compare_rows(
     result = CheckResult(route, largest, *figures, tried=reference.tried)
     if not in_training or not agree(result.passed):
         return result
-    gradients = check_gradients(in_training, route.prefix_sharing)
+    gradients = check_gradients(reference.model, in_training, route.prefix_sharing)
     return replace(result, gradients=gradients, tried=gradients.tried or result.tried)
 
 

@@ -274,7 +274,7 @@ def _explained(model: PreTrainedModel, batch: FlatBatch, error: Exception) -> st
     length, limits = batch.input_ids.size(1), architecture.position_limits(model)
     if not limits or length <= min(limits) or is_allocation_failure(error):
         return ""
-    packages = {frame.f_globals["__name__"].partition(".")[0] for frame, _ in walk_tb(error.__traceback__)}
+    packages = {frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_tb(error.__traceback__)}
     if packages - {*_LIBRARIES, type(model).__module__.partition(".")[0]}:
         return ""  # from the user's own hook
     return (
