@@ -24,7 +24,7 @@ def launched(monkeypatch):
     """The arguments that `accelerate launch` would run with."""
     found = []
     for name in ("refuse_unreachable", "refuse_unreachable_data"):
-        monkeypatch.setattr(f"trl_paddingfree.cli.train.{name}", lambda name, what: None)
+        monkeypatch.setattr(f"trl_paddingfree.cli.train.{name}", lambda name, what, revision=None: None)
     monkeypatch.setattr("accelerate.commands.launch.launch_command", found.append)
     return found
 

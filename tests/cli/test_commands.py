@@ -306,6 +306,16 @@ def test_a_mixture_is_split_alike_in_every_process(tmp_path):
     assert splits[0] == splits[1]
 
 
+def test_models_are_looked_for_in_their_own_revision(launched, monkeypatch, pairs_file):
+    """The cache of the hub may hold no other."""
+    seen = []
+    monkeypatch.setattr("trl_paddingfree.cli.train.refuse_unreachable", lambda *given: seen.append(given))
+    models = ["--model_name_or_path", "org/student", "--model_revision", "v2", "--dataset_name", pairs_file]
+    teacher = ["--teacher_model_name_or_path", "org/teacher", "--teacher_model_revision", "v3"]
+    main(["distillation", *models, *teacher, "--output_dir", "out"])
+    assert [(name, revision) for name, _, revision in seen] == [("org/student", "v2"), ("org/teacher", "v3")]
+
+
 def test_options_that_a_script_refuses_exit_2_with_one_message(capsys, launched):
     assert main(["dpo", "--accelerate_config", "no-such-config", *NAMED, *ON_CPU]) == 2
     assert "trl-paddingfree dpo: Accelerate config no-such-config is neither a file" in capsys.readouterr().err

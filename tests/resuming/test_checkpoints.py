@@ -17,7 +17,8 @@ from tests.helpers.architectures import tiny_model
 from tests.helpers.launching import PER_MICRO_BATCH, ROOT, TIMEOUT, alone, assert_same_run, command, launch
 from tests.helpers.tiny import SEED, saved
 from tests.runs import make_trainer
-from trl_paddingfree.resuming.checkpoints import checkpoint_to_resume, is_whole, problem_of
+from trl_paddingfree.resuming import checkpoints
+from trl_paddingfree.resuming.checkpoints import checkpoint_to_resume, is_whole, problem_of, refuse_other_steps
 
 # Counts and sums that TRL and transformers start anew when a run is resumed
 RESTARTED = (*PER_MICRO_BATCH, "num_tokens", "train_loss")
@@ -182,6 +183,15 @@ def test_weights_alone_are_resumed_where_only_they_are_saved(checkpoint, tmp_pat
     assert checkpoint_to_resume(True, str(tmp_path), only_model=True) == str(folder)
     with pytest.raises(ValueError, match="With `save_only_model=True`, training goes on from weights alone"):
         checkpoint_to_resume(True, str(tmp_path))
+
+
+def test_processes_that_find_different_checkpoints_resume_from_none(monkeypatch):
+    others = ["checkpoint-4"]
+    monkeypatch.setattr(checkpoints, "gather_object", lambda own: [*own, *others])
+    refuse_other_steps("out/checkpoint-4")
+    others[0] = "checkpoint-2"
+    with pytest.raises(ValueError, match=r"different checkpoints \(checkpoint-2, checkpoint-4\), .*: name one"):
+        refuse_other_steps("out/checkpoint-4")
 
 
 def test_a_missing_part_of_weights_in_several_files_is_named(checkpoint, tmp_path):

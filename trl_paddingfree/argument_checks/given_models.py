@@ -39,6 +39,8 @@ def refuse_unusable(arguments: Arguments, trains: str = "") -> None:
                 raise _headless(f"`{name}`", type(inner), trains)
         elif isinstance(value, str):
             kwargs = vars(arguments["args"]).get(option) or {}
+            if name == "teacher_model" and isinstance(kwargs, dict):
+                kwargs = {"revision": vars(arguments["args"]).get("teacher_model_revision"), **kwargs}
             if isinstance(kwargs, dict) and _ELSEWHERE.isdisjoint(kwargs):
                 _refuse_named(value, f"`{name}={value!r}`", kwargs, trains)
 

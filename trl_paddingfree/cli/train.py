@@ -27,6 +27,7 @@ from trl.scripts.grpo import GRPOScriptArguments
 from trl.scripts.rloo import RLOOScriptArguments
 
 from ..capabilities import module_of
+from ..core.check.prove import UnprovenModelError
 from ..core.device import has_accelerator
 from ..core.trainers.base import FlatTrainer
 from ..core.trainers.configs import PaddingFreeOptions, silence
@@ -180,13 +181,14 @@ def say_where(training_args: TrainingArguments) -> None:
 def look_ahead(parsed: Parsed) -> None:
     """Say where training runs, and refuse what cannot be loaded or resumed, before anything is loaded or launched."""
     script_args, training_args, model_args, dataset_args, *_ = parsed
-    models = {"model_name_or_path": model_args.model_name_or_path}
+    models = {"model_name_or_path": (model_args.model_name_or_path, model_args.model_revision)}
     for arguments in (script_args, training_args):
         for each in ("reward_model_name_or_path", "teacher_model_name_or_path"):
-            models |= {each: name} if (name := vars(arguments).get(each)) else {}
+            if name := vars(arguments).get(each):
+                models[each] = name, vars(arguments).get("teacher_model_revision") if "teacher" in each else None
     say_where(training_args)
-    for each, name in models.items():
-        refuse_unreachable(name, f"`--{each} {name}`")
+    for each, (name, revision) in models.items():
+        refuse_unreachable(name, f"`--{each} {name}`", revision)
     if dataset_args.datasets:
         for data in dataset_args.datasets:
             if not data.data_files:  # which go with a path such as `json`
@@ -217,7 +219,12 @@ def main(task: str, args: Sequence[str] | None = None, launched: bool = False) -
         if "--traceback" in given:
             raise
         sys.exit(refuse(task, error))
-    train(trainer, script_args, training_args)
+    try:
+        train(trainer, script_args, training_args)
+    except UnprovenModelError as error:  # before its first step, or by a look at a batch
+        if "--traceback" in given:
+            raise
+        sys.exit(refuse(task, error))
 
 
 def _load_reward(name: str) -> Callable:

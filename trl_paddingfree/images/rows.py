@@ -36,7 +36,8 @@ def mismatch(found: str) -> ValueError:
     """The error for rows whose placeholders and images differ in number."""
     # Begins with transformers' words: to errors that have them, TRL's trainers add that `max_length` may cut an image
     return ValueError(
-        f"Image features and image tokens do not match, {found}. Padded TRL fails on these rows, too. Either "
+        f"Image features and image tokens do not match, {found}. Padded TRL fails on these rows, too, "
+        "unless `mask_truncated_completions=True` leaves out a completion whose tools have returned images. Either "
         "`max_length` cuts an image or, in trainers that generate, a completion has image tokens "
         "(`config.image_token_id`) beside those of its images: TRL keeps it from sampling them, unless "
         "`generation_kwargs` or vLLM decide."

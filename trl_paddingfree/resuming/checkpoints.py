@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile
 
+from accelerate.utils import gather_object
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
@@ -143,6 +144,16 @@ def checkpoint_to_resume(
     if problems:
         logger.warning(f"Resuming from {whole}, the newest complete checkpoint, and not from {'; '.join(problems)}.")
     return whole
+
+
+def refuse_other_steps(found: str | bool | None) -> None:
+    """Refuse to resume from checkpoints of other steps on other processes, which may have file systems of their own."""
+    names = sorted({*map(str, gather_object([Path(str(found)).name]))})
+    if len(names) > 1:
+        raise ValueError(
+            f"Processes resume from different checkpoints ({', '.join(names)}), the newest complete ones that they "
+            "find: name one that all have by `resume_from_checkpoint`."
+        )
 
 
 def invalidate(output_dir: str, step: int) -> None:

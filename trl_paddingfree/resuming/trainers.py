@@ -2,7 +2,7 @@
 
 from ..core.trainers.base import FlatTrainer
 from ..core.versions import naming_versions
-from .checkpoints import checkpoint_to_resume, invalidate, naming_weights
+from .checkpoints import checkpoint_to_resume, invalidate, naming_weights, refuse_other_steps
 
 
 class Resuming(FlatTrainer):
@@ -12,7 +12,9 @@ class Resuming(FlatTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         engine = "deepspeed" if self.is_deepspeed_enabled else "fsdp" if self.is_fsdp_enabled else "no"
         given = self.args.output_dir, self.args.save_only_model, engine
-        return super().train(checkpoint_to_resume(resume_from_checkpoint, *given), *args, **kwargs)
+        found = checkpoint_to_resume(resume_from_checkpoint, *given)
+        refuse_other_steps(found)
+        return super().train(found, *args, **kwargs)
 
     def _save_checkpoint(self, *args, **kwargs):
         if self.args.should_save:  # an older checkpoint is incomplete while it is overwritten
