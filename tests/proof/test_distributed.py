@@ -17,7 +17,7 @@ RUNS = {
     "slices": ("sft", {"max_tokens_per_micro_batch": 15, "prefix_sharing": True}),
 }
 # How often each looks in two steps: at the model that trains and, of DPO, at the reference, which may be the same one
-LOOKS = {"dpo": 4, "lora": 4, "slices": 2}
+LOOKS = {"dpo": 4, "lora": 4, "slices": 2, "group": 4}
 
 
 def assert_looks(model_dir, tmp_path, runs, engine=None, missing=()):
@@ -35,7 +35,7 @@ def assert_looks(model_dir, tmp_path, runs, engine=None, missing=()):
         without, looked = results[f"{name} 0"], results[f"{name} 1"]
         assert without["looks"] is None
         looks = looked["looks"]
-        assert looks["number"] == LOOKS.get(name, 2)
+        assert looks["number"] == LOOKS[name]
         assert looks["rows"] > looks["number"]  # of both processes
         assert looks["largest_error"] < ROUNDING
         assert {*looks["not_compared"]} <= {*missing, SLICES}
