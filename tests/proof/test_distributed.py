@@ -20,7 +20,7 @@ RUNS = {
 LOOKS = {"dpo": 4, "lora": 4, "slices": 2, "group": 4}
 
 
-def assert_looks(model_dir, tmp_path, runs, engine=None, missing=()):
+def assert_looks(model_dir, tmp_path, runs, engine=None, missing=(), looks_at=LOOKS):
     """Runs without looks and with one at each step are the same, and no look of any process finds a mistake."""
     given = {
         f"{name} {every}": (task, OPTIONS | more | {"check_steps": every})
@@ -35,7 +35,7 @@ def assert_looks(model_dir, tmp_path, runs, engine=None, missing=()):
         without, looked = results[f"{name} 0"], results[f"{name} 1"]
         assert without["looks"] is None
         looks = looked["looks"]
-        assert looks["number"] == LOOKS[name]
+        assert looks["number"] == looks_at[name]
         assert looks["rows"] > looks["number"]  # of both processes
         assert looks["largest_error"] < ROUNDING
         assert {*looks["not_compared"]} <= {*missing, SLICES}
@@ -82,5 +82,6 @@ def test_zero(model_dir, tmp_path, stage):
     """DeepSpeed's engines give no gradients before they train."""
     pytest.importorskip("deepspeed")
     runs = {name: RUNS[name] for name in ("dpo", "lora")}
-    assert_looks(model_dir, tmp_path, runs, f"zero{stage}", [DEEPSPEED])
+    # Without adapters, TRL calls the model outside of the engine
+    assert_looks(model_dir, tmp_path, runs, f"zero{stage}", [DEEPSPEED], looks_at={**LOOKS, "lora": 2})
     assert_a_leak_on_one_process_ends_all(model_dir, tmp_path, f"zero{stage}", "answers to row")

@@ -92,7 +92,8 @@ def refuse_wrong_schedule(config: TrainingArguments) -> None:
     Refuse arguments that the schedule of the learning rate does not take, and one that lacks some: transformers makes
     it once training begins. Here it is made for one number.
     """
-    name, given = SchedulerType(config.lr_scheduler_type).value, config.lr_scheduler_kwargs
+    name = SchedulerType(config.lr_scheduler_type).value
+    given: Any = config.lr_scheduler_kwargs  # transformers has parsed a string
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     try:
         get_scheduler(name, optimizer, num_warmup_steps=0, num_training_steps=1, scheduler_specific_kwargs=given)

@@ -53,8 +53,11 @@ class Looks(TrainerCallback, ExportableState):
         self.forget()  # of a step that did not end, such as one that `auto_find_batch_size` tries again
         if self.is_first or state.global_step % self.trainer.runtime.options.check_steps == 0:
             self.is_first = False
-            # TRL calls the model within its wrapper where adapters are off: the reference
-            models = dict.fromkeys([self.trainer.model_wrapped, self.trainer.model, *self.trainer.flat_models()[1:]])
+            models = dict.fromkeys([self.trainer.model_wrapped, *self.trainer.flat_models()[1:]])
+            # Without adapters, TRL calls the model within its wrapper: the reference. DeepSpeed gathers weights for the
+            # calls that it knows
+            if isinstance(self.trainer.model_wrapped, DistributedDataParallel):
+                models[self.trainer.model] = None
             bases = map(self.trainer.accelerator.unwrap_model, models)
             self.forwards = [(base, "forward", base.forward) for base in bases]
             self.hooks = [
@@ -76,7 +79,7 @@ class Looks(TrainerCallback, ExportableState):
 
     def _on_call(self, call: torch.nn.Module, args: tuple, kwargs: Inputs) -> None:
         trains = torch.is_grad_enabled()
-        if self.is_looking:
+        if self.is_looking or not self.trainer.runtime.has_begun:  # a check that has waited for weights calls it, too
             return
         with attributes_set([*self.forwards, (self, "is_looking", True)]):
             flat_model = FlatModel.of(call)
@@ -144,10 +147,11 @@ class Looking(FlatTrainer):
 
     def _load_callback_state(self) -> None:
         """Restores the other callbacks: transformers would make this one anew, without its trainer."""
-        saved = self.state.stateful_callbacks.pop(Looks.__name__, None)
+        states: Any = self.state.stateful_callbacks
+        saved = states.pop(Looks.__name__, None)
         super()._load_callback_state()
         if saved is not None:
-            self.state.stateful_callbacks[Looks.__name__] = saved
+            states[Looks.__name__] = saved
 
     def logged_figures(self) -> dict[str, float]:
         figures, looks = super().logged_figures(), self._looks
