@@ -209,8 +209,9 @@ class FlatTrainer(Trainer):
         if not self.runtime.has_begun:
             self.begin_training(model)
         self.count_tokens(inputs)
-        # Batches of any task may have `labels`, which transformers counts
-        is_normalized = num_items_in_batch is not None and self.loss_is_scaled_for_ga is not False
+        # Batches of any task may have `labels`, which transformers counts. It has this attribute since 5.19
+        is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
+        is_normalized = num_items_in_batch is not None and is_scaled is not False
         for around in self.runtime.around_step:
             step = partial(around, step, is_normalized)
         with self.runtime.trained.must_train(self):
