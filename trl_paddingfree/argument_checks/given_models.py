@@ -38,11 +38,11 @@ def refuse_unusable(arguments: Arguments, trains: str = "") -> None:
                 inner = value.get_base_model() if isinstance(value, PeftModel) else value
                 raise _headless(f"`{name}`", type(inner), trains)
         elif isinstance(value, str):
-            kwargs = vars(arguments["args"]).get(option) or {}
-            if name == "teacher_model" and isinstance(kwargs, dict):
-                kwargs = {"revision": vars(arguments["args"]).get("teacher_model_revision"), **kwargs}
+            config = vars(arguments["args"])
+            kwargs = config.get(option) or {}
             if isinstance(kwargs, dict) and _ELSEWHERE.isdisjoint(kwargs):
-                _refuse_named(value, f"`{name}={value!r}`", kwargs, trains)
+                loaded = {"revision": config.get(f"{name}_revision"), **kwargs}
+                _refuse_named(value, f"`{name}={value!r}`", loaded, trains)
 
 
 def _refuse_weightless(model: torch.nn.Module, name: str) -> None:

@@ -35,10 +35,8 @@ class ArgumentsChecked(FlatTrainer):
         super().refuse_arguments(arguments)
         refuse_no_folder(arguments["args"].output_dir)
         refuse_no_padding_token(arguments)
-        if (
-            arguments.get("optimizers", (None, None))[1] is None
-            and type(self).create_scheduler is Trainer.create_scheduler
-        ):
+        _, schedule = arguments.get("optimizers", (None, None))
+        if schedule is None and type(self).create_scheduler is Trainer.create_scheduler:
             refuse_wrong_schedule(arguments["args"])
         warn_of_no_steps(arguments["args"])
         refuse_unusable(arguments, self.trl_trainer.__name__ if self.trains_language_models else "")

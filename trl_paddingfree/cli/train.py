@@ -5,7 +5,8 @@ import os
 import pkgutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -181,14 +182,11 @@ def say_where(training_args: TrainingArguments) -> None:
 def look_ahead(parsed: Parsed) -> None:
     """Say where training runs, and refuse what cannot be loaded or resumed, before anything is loaded or launched."""
     script_args, training_args, model_args, dataset_args, *_ = parsed
-    models = {"model_name_or_path": (model_args.model_name_or_path, model_args.model_revision)}
-    for arguments in (script_args, training_args):
-        for each in ("reward_model_name_or_path", "teacher_model_name_or_path"):
-            if name := vars(arguments).get(each):
-                models[each] = name, vars(arguments).get("teacher_model_revision") if "teacher" in each else None
     say_where(training_args)
-    for each, (name, revision) in models.items():
-        refuse_unreachable(name, f"`--{each} {name}`", revision)
+    for arguments in map(vars, (model_args, script_args, training_args)):
+        for model in ("model", "reward_model", "teacher_model"):
+            if name := arguments.get(f"{model}_name_or_path"):
+                refuse_unreachable(name, f"`--{model}_name_or_path {name}`", arguments.get(f"{model}_revision"))
     if dataset_args.datasets:
         for data in dataset_args.datasets:
             if not data.data_files:  # which go with a path such as `json`
@@ -200,11 +198,22 @@ def look_ahead(parsed: Parsed) -> None:
         checkpoints.checkpoint_to_resume(*given)
 
 
+@contextmanager
+def refusing(task: str, given: Sequence[str], *errors: type[Exception]) -> Iterator[None]:
+    """Within this context, one message says what these `errors` refuse, unless `--traceback` is among the `given`."""
+    try:
+        yield
+    except errors as error:
+        if "--traceback" in given:
+            raise
+        sys.exit(refuse(task, error))
+
+
 def main(task: str, args: Sequence[str] | None = None, launched: bool = False) -> None:
     """Run the script of a task. If the command has `launched` it, unknown options were for `accelerate launch`."""
     silence()
     given = sys.argv[1:] if args is None else args
-    try:
+    with refusing(task, given, *LOADING):
         parser = make_parser(task)
         *parsed, unknown = parser.parse_args_and_config(
             given if launched else answer_at_once(task, given), return_remaining_strings=True
@@ -215,16 +224,8 @@ def main(task: str, args: Sequence[str] | None = None, launched: bool = False) -
                 parser.error(f"unrecognized arguments: {' '.join(unknown)}")
             look_ahead(parsed)
         trainer = make_trainer(TRAINERS[task], parsed)
-    except LOADING as error:
-        if "--traceback" in given:
-            raise
-        sys.exit(refuse(task, error))
-    try:
+    with refusing(task, given, UnprovenModelError):  # before the first step, or by a look at a batch
         train(trainer, script_args, training_args)
-    except UnprovenModelError as error:  # before its first step, or by a look at a batch
-        if "--traceback" in given:
-            raise
-        sys.exit(refuse(task, error))
 
 
 def _load_reward(name: str) -> Callable:

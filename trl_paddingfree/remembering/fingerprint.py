@@ -308,9 +308,9 @@ class Fingerprint:
         if not isinstance(x, type | FunctionType):
             x = getattr(x, "__wrapped__", x)
         if isinstance(x, FunctionType):
-            self.add_function(x, depth=1 if of_leaf else 0)
-            if isinstance(wrapped := vars(x).get("__wrapped__"), FunctionType):
-                self.add_function(wrapped, depth=1 if of_leaf else 0)
+            for each in (x, vars(x).get("__wrapped__")):
+                if isinstance(each, FunctionType):
+                    self.add_function(each, depth=1 if of_leaf else 0)
         elif isinstance(x, type):
             self.say(x.__module__, x.__qualname__)
             if _root(x) not in _LEAVES and not of_leaf and (x, ()) not in self.classes:

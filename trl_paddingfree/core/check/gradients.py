@@ -131,6 +131,11 @@ class RowsInTraining:
         width = min([self.length + 5, *positions])
         self.noise = cache(lambda: self.differentiate(probe.row_inputs(model, self.rows, width)))
 
+    @property
+    def others_wait(self) -> bool:
+        """Whether other processes wait for each pass of this one: for slices of the same batch, or for weights."""
+        return bool(FlatModel.peers_of(self.model).name) or is_sharded(self.model)
+
     def in_training(self) -> AbstractContextManager[tuple[str, ...]]:
         """The context in which the model is tried, in training or evaluation mode. Yields what it leaves out."""
         return as_in_training(self.model, self.call, self.every_layer) if self.trains else as_it_answers(self.model)
@@ -189,8 +194,8 @@ class RowsInTraining:
             }
             return Pass(passes[0].log_probs, of_rows, of_weights)
 
-        if FlatModel.peers_of(self.model).name or is_sharded(self.model):
-            self.noise()  # in all processes, or some would wait for weights that others do not ask for
+        if self.others_wait:
+            self.noise()  # else, only processes with large errors would ask for this pass
         passes = in_groups()
         is_random = relative_error(passes[-1].log_probs, passes[0].log_probs) > self.unit
         if vary is None:
@@ -271,8 +276,8 @@ class RowsInTraining:
                     weights[scored] = self.weights
                     found = self.differentiate(inputs, weights=weights)
                 except torch.OutOfMemoryError:
-                    if FlatModel.peers_of(self.model).name or is_sharded(self.model):
-                        raise  # the others wait
+                    if self.others_wait:
+                        raise
                     notes = (f"gradients of {where} were not compared, for lack of memory",)
             if found is None:
                 with torch.no_grad():
