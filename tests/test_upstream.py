@@ -121,8 +121,8 @@ ELSEWHERE = {
     "budgets/attempts.py": ("_version",),
     "budgets/steps.py": ("_set_sync_gradients",),
 }
-# Strings of our own that look like private names
-OURS = {"_derived", "_gib", "_last_readers", "_reward"}
+# Strings of our own that look like private names, some as parts of f-strings
+OURS = {"_derived", "_gib", "_last_readers", "_name_or_path", "_revision", "_reward"}
 
 
 def find(place):
