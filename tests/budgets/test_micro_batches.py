@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Trainer, TrainerCallback
 from trl import DPOTrainer, SFTTrainer
+from trl.trainer.reward_trainer import DataCollatorForPreference
 
 from tests.helpers.memory import LAYERS, most_slices
 from tests.helpers.tiny import (
@@ -22,6 +23,7 @@ from tests.helpers.tiny import (
     SEED,
     arguments,
     conversations,
+    different_pairs,
     following_rotary,
     make_model,
     preference_data,
@@ -109,6 +111,20 @@ def test_parts_weigh_by_tokens_where_the_loss_is_a_mean_over_a_micro_batch(model
     trainer.runtime.options.arrange_micro_batches = "tokens"
     with pytest.raises(ValueError, match="LlamaForCausalLM, whose loss is a mean over each micro-batch"):
         trainer.refuse_options()
+
+
+def test_labels_in_a_batch_do_not_make_the_mean_over_pairs_a_sum():
+    """transformers counts the labels of a step whatever they are, and most models take the number."""
+
+    class Labeled(DataCollatorForPreference):
+        def torch_call(self, examples):
+            batch = super().torch_call(examples)
+            return {**batch, "labels": torch.zeros(len(batch["input_ids"]))}
+
+    common = {"train_dataset": different_pairs(16, SEED), "data_collator": Labeled(0), "steps": 2}
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    padded = run("reward", "padded", **common, **options)
+    assert_same(padded, run("reward", "ours", **common, **options, max_tokens_per_micro_batch=60))
 
 
 def test_an_example_above_the_budget_runs_in_slices_and_others_in_parts(model_dir, passes):

@@ -14,6 +14,7 @@ from datasets import Dataset
 
 import trl_paddingfree
 from tests.helpers.tiny import SEED, preference_data
+from trl_paddingfree import UnprovenModelError
 from trl_paddingfree.cli.options import TRAINING, OneLineParser, refuse_misspelt, spelled
 from trl_paddingfree.cli.train import _load_reward, make_parser
 from trl_paddingfree.cli.train import main as run_script
@@ -106,6 +107,22 @@ def test_what_is_no_json_or_yaml_is_named_with_the_line(capsys, tmp_path, case):
     with pytest.raises(SystemExit):  # as the launched script, too
         run_script("dpo", argv)
     assert messages[0].replace("WHERE", file) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("while_training", [False, True])
+def test_a_model_that_is_refused_ends_the_command_with_2(capsys, monkeypatch, while_training):
+    """Before the first step, when its weights come late, or by a look at a batch."""
+    names = ["make_trainer", "train"]
+    for name in names:
+        monkeypatch.setattr(f"trl_paddingfree.cli.train.{name}", lambda *args: None)
+    monkeypatch.setattr("trl_paddingfree.cli.train.look_ahead", lambda parsed: None)
+    unproven = raising(UnprovenModelError("rows are not independent"))
+    monkeypatch.setattr(f"trl_paddingfree.cli.train.{names[while_training]}", lambda *args: unproven(args))
+    with pytest.raises(SystemExit, match="^2$"):
+        run_script("dpo", NAMED)
+    assert capsys.readouterr().err.endswith("trl-paddingfree dpo: rows are not independent\n")
+    with pytest.raises(UnprovenModelError):
+        run_script("dpo", [*NAMED, "--traceback"])
 
 
 ROWS = '{"prompt": "a", "chosen": "b", "rejected": "c"}'

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from tests.helpers.folders import needs
 from tests.helpers.launching import TIMEOUT, assert_same_run, command, finished
 from tests.helpers.tiny import arguments, lora, make_model
 from tests.runs import make_trainer, run
-from trl_paddingfree import FlatModel, UnprovenModelError, padding_free
+from trl_paddingfree import FlatModel, UnprovenModelError, machine, padding_free
 from trl_paddingfree.remembering import fingerprint, verdicts
 from trl_paddingfree.remembering.verdicts import BESIDE, VARIABLE, cache_folder
 
@@ -260,9 +261,10 @@ def test_switched_adapters_and_versions_change_the_key(monkeypatch):
             if parameter.requires_grad:
                 parameter.add_(1)
     assert key(model.get_base_model(), model) == before
-    versions = fingerprint.package_versions()
-    monkeypatch.setattr(fingerprint, "package_versions", lambda: {**versions, "torch": "9.9"})
-    assert key(model.get_base_model(), model) != before
+    for package in ("torch", "causal-conv1d"):  # a new version, and kernels that were not installed before
+        with monkeypatch.context() as patch:
+            patch.setattr(machine, "version", lambda name, new=package: "9.9" if name == new else version(name))
+            assert key(model.get_base_model(), model) != before
 
 
 def test_what_cannot_be_told_is_never_remembered(folder):

@@ -18,7 +18,7 @@ from tests.helpers.folders import STATES
 from tests.helpers.tiny import DTYPES, REENTRANT, SEED, SHARING, make_model
 from trl_paddingfree.core.check import probe, training
 from trl_paddingfree.core.check.gradients import RowsInTraining, check_gradients
-from trl_paddingfree.core.check.probe import rounding_unit
+from trl_paddingfree.core.check.probe import rounding_unit, tried_tokens
 from trl_paddingfree.core.check.prove import UnprovenModelError, check_flat, prove
 from trl_paddingfree.core.check.training import as_in_training, moved_off_zero
 from trl_paddingfree.core.flat.batch import FlatBatch
@@ -260,7 +260,10 @@ def test_padding_whose_embedding_is_zero_is_in_no_row():
     """Its gradient, which norms multiply by 1e10 here, would be one of rounding alone."""
     model = make("bamba", attention=None, seed=65001, attn_layer_indices=[])
     proven(model.train())
-    assert model.get_input_embeddings().padding_idx not in itertools.chain(*RowsInTraining(model).rows)
+    padding = model.get_input_embeddings().padding_idx
+    assert padding not in itertools.chain(*RowsInTraining(model).rows)
+    get_peft_model(model, LoraConfig(target_modules=["embed_tokens"]))  # whose layer only holds the embeddings
+    assert padding not in tried_tokens(model)
 
 
 def test_the_check_says_what_it_would_have_found():
