@@ -15,6 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..core.check.comparison import Tried, Verdict
+from ..core.check.progress import log_details
 from ..core.check.prove import CheckResult
 from ..core.check.verdicts import Record
 from ..core.model.backends import BACKENDS
@@ -85,7 +86,8 @@ class Remembered:
         try:
             return fingerprint(model, call, route.loaded_with, repr(route), *settings)
         except Exception as error:  # anything may be in a model
-            logger.info(f"The verdict on {type(model).__name__} is not remembered: {type(error).__name__}: {error}.")
+            reason = f"{type(error).__name__}: {error}"
+            log_details(logger, f"The verdict on {type(model).__name__} is not remembered: {reason}.")
             return ""
 
     def recall(self, key: str) -> Record | None:

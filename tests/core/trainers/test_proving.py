@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from accelerate import Accelerator, DistributedType
 from transformers import TrainingArguments
+from transformers.utils import logging
 
 from tests.core.check.test_mutations import leak
 from tests.helpers.architectures import tiny_model, with_head
@@ -52,6 +53,17 @@ def test_models_share_prefixes_together_or_not_at_all():
     )  # whose ALiBi counts along the flat row
     assert prove_all(policy).prefix_sharing
     assert not prove_all(tiny_model("llama"), reference).prefix_sharing
+
+
+def test_log_level_info_shows_the_figures_of_the_check(caplog):
+    before = logging.get_verbosity()
+    try:
+        for level in ("warning", "info"):
+            caplog.clear()
+            make_trainer("sft", "ours", log_level=level)
+            assert ("smallest detectable error" in caplog.text) == (level == "info")
+    finally:
+        logging.set_verbosity(before)
 
 
 def with_infinite_gradients(model):
