@@ -48,7 +48,7 @@ these:
 | Llama 2 and 3, Qwen 2 and 3 (with MoE), Gemma 1 to 3, Mistral, Mixtral, Phi 1 to 3, GLM, OLMo 1 to 3, SmolLM3, DeepSeek V2 and V3, GPT-2, GPT-NeoX | exact | exact | exact |
 | gpt-oss, OPT, BERT and its kind | LEAKS | exact (RoBERTa: INEXACT) | the same |
 | recurrences that take no boundaries: Mamba, Jamba, MiniMax, RecurrentGemma, RWKV, xLSTM | LEAKS | LEAKS, or not in transformers | the same |
-| Bamba, Falcon-H1, Nemotron-H, Granite 4 hybrids, Mamba 2, Zamba, LFM2, Qwen3-Next, Qwen3.5, OLMo hybrids, Kimi Linear, without kernels for their convolutions and recurrences | failed: an error names the package to install | failed | LEAKS |
+| Bamba, Falcon-H1, Nemotron-H, Granite 4 hybrids, Mamba 2, Zamba, LFM2, Qwen3-Next, Qwen3.5, OLMo hybrids, Kimi Linear, without kernels for their convolutions and recurrences | failed: an error names the package to install | failed (Mamba 2: not in transformers) | LEAKS |
 | Llama 4, whose queries grow with positions on the whole row | INEXACT | not in transformers | the same |
 | Qwen2-VL, Qwen2.5-VL, GLM-4V, [on text](#vision-language-models-trained-on-text); Qwen3-VL, Gemma 3, LLaVA and others are exact | LEAKS | not tried | the same |
 
@@ -97,7 +97,6 @@ may pack, pad or reorder them in between. [Neither needs TRL](any_trainer.md#wit
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.vision import ARCHITECTURES, make_vision
 from trl_paddingfree import check_packed
 
 model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")

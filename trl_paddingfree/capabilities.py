@@ -5,9 +5,10 @@ A folder may be deleted: what it adds is gone then, and everything else works. W
 `options.py`: `Options`, which join [`~trl_paddingfree.PaddingFreeOptions`]. docs/house.md adds one, and has the seams.
 
 Where a folder is asked for by name, it is through [`module_of`] or [`needed`]: layers that carry states (`recurrent`)
-by `core/model/mixers.py`, `torch_compile` by `core/trainers/base.py`, slices by `budgets`, and what `padding_free` has
-options for by `anywhere`. Without any option of the user's, a trainer asks `argument_checks` and `data_checks` while it
-is made, `remembering` before its start-up check, and `proof` every 250 steps; the others do nothing.
+by `core/model/mixers.py`, `torch_compile` by `core/trainers/base.py`, slices by `budgets`, `budgets` by `online`, and
+`remembering` and what `padding_free` has options for by `anywhere`. Without any option of the user's, a trainer asks
+`argument_checks` and `data_checks` while it is made, `remembering` before its start-up check, `proof` every 250 steps,
+and `resuming` where checkpoints are saved and loaded; the others do nothing.
 """
 
 from importlib import import_module

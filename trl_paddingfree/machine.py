@@ -10,7 +10,7 @@ from . import __version__
 _PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "numpy")
 _OPTIONAL = (
     "flash-attn", "flash-attn-3", "kernels", "liger-kernel", "causal-conv1d", "mamba-ssm", "flash-linear-attention",
-    "bitsandbytes", "deepspeed", "matplotlib",
+    "fla-core", "bitsandbytes", "deepspeed", "matplotlib",
 )  # fmt: skip
 
 

@@ -260,9 +260,13 @@ def test_compute_metrics_sees_the_rows_of_all_pairs():
     assert shapes == [2 * 2 * 2]
 
 
-def test_pairs_are_logged_and_stand_on_the_model_card(tmp_path):
-    result = run("dpo", "ours", **arguments("dpo"), train_dataset=Dataset.from_list([GOOD] * 8), steps=2)
-    assert [log["flat/pairs"] for log in result.log_history if "loss" in log] == [8, 8]
+@pytest.mark.parametrize("padding_free", [True, False])
+def test_pairs_are_logged_and_stand_on_the_model_card(padding_free):
+    data, options = Dataset.from_list([GOOD] * 8), {"steps": 2, "padding_free": padding_free}
+    result = run("dpo", "ours", **arguments("dpo"), train_dataset=data, **options)
+    logged = [log.get("flat/pairs") for log in result.log_history if "loss" in log]
+    assert logged == ([8, 8] if padding_free else [None, None])
+    assert result.trainer.sample_unit == "prompts"
     result.trainer.create_model_card()
     with open(f"{result.trainer.args.output_dir}/README.md") as card:
         assert "several answers per prompt were chosen by `answer_pairs='all'`" in card.read()

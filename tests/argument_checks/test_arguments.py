@@ -11,12 +11,13 @@ import torch
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel, TrainerCallback
-from trl import DPOConfig
+from trl import DPOConfig, SFTConfig
 
 from tests.helpers.refused import build, without
-from tests.helpers.tiny import DATA, arguments, make_model, make_tokenizer, reward_model, saved
+from tests.helpers.tiny import DATA, SEED, arguments, make_model, make_tokenizer, reward_model, saved
 from tests.runs import make_trainer
 from trl_paddingfree import PaddingFreeSFTTrainer
+from trl_paddingfree.argument_checks.arguments import refuse_wrong_schedule
 from trl_paddingfree.argument_checks.given_models import refuse_unusable
 from trl_paddingfree.argument_checks.values import DOCUMENTED, documented_words
 from trl_paddingfree.registry import TRAINERS
@@ -111,6 +112,21 @@ def test_mistakes_are_refused_in_one_line_before_anything_is_computed(name, unto
     with pytest.raises((ValueError, TypeError), match=message) as error:
         build(task, **{"model": untouched, "peft_config": None, **given})
     assert "\n" not in str(error.value)
+
+
+def test_a_schedule_is_tried_with_the_learning_rate_and_the_groups_of_training(monkeypatch):
+    common = {"model": make_model(), "peft_config": None}
+    ending = {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 2e-3}}
+    build("sft", **common, **ending, learning_rate=2e-2)
+    faster = torch.optim.SGD(common["model"].parameters(), lr=1)
+    build("sft", **common, **ending, learning_rate=1e-4, optimizers=(faster, None))
+    with pytest.raises(ValueError, match=r"lr_end \(0.002\) must be smaller than initial lr \(0.0001\)"):
+        build("sft", **common, **ending, learning_rate=1e-4)
+    lists = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"min_lr": [0.0, 1e-6]}}
+    build("sft", **common, **lists, eval_strategy="steps", eval_dataset=DATA["sft"](2, SEED))
+    config = SFTConfig("out", use_cpu=True, bf16=False, **ending, learning_rate=1e-4)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")  # whose configuration may have a schedule of its own
+    refuse_wrong_schedule(config, None)
 
 
 def test_a_schedule_of_ones_own_is_not_looked_at():

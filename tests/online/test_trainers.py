@@ -282,10 +282,13 @@ def test_rewards_with_another_signature_or_asynchronous_ones_train_as_in_trl(fun
     assert_same(*(run("grpo", layout, reward_funcs=function, steps=1) for layout in ("padded", "shared")))
 
 
-def test_an_error_of_a_reward_function_stays_its_own():
+@pytest.mark.parametrize("is_decorated", [False, True])
+def test_an_error_of_a_reward_function_stays_its_own(is_decorated):
     def breaks(completions, **kwargs):
         raise TypeError("of the user's own")
 
+    if is_decorated:  # by one that takes what the function does not
+        breaks = wraps(lambda text: None)(breaks)
     with pytest.raises(TypeError, match="of the user's own"):
         build("grpo", reward_funcs=breaks).train()
 

@@ -18,7 +18,7 @@ from tests.helpers.launching import PER_MICRO_BATCH, ROOT, TIMEOUT, alone, asser
 from tests.helpers.tiny import SEED, saved
 from tests.runs import make_trainer
 from trl_paddingfree.resuming import checkpoints
-from trl_paddingfree.resuming.checkpoints import checkpoint_to_resume, is_whole, problem_of, refuse_other_steps
+from trl_paddingfree.resuming.checkpoints import checkpoint_to_resume, found_together, is_whole, problem_of
 
 # Counts and sums that TRL and transformers start anew when a run is resumed
 RESTARTED = (*PER_MICRO_BATCH, "num_tokens", "train_loss")
@@ -186,12 +186,24 @@ def test_weights_alone_are_resumed_where_only_they_are_saved(checkpoint, tmp_pat
 
 
 def test_processes_that_find_different_checkpoints_resume_from_none(monkeypatch):
-    others = ["checkpoint-4"]
-    monkeypatch.setattr(checkpoints, "gather_object", lambda own: [*own, *others])
-    refuse_other_steps("out/checkpoint-4")
-    others[0] = "checkpoint-2"
-    with pytest.raises(ValueError, match=r"different checkpoints \(checkpoint-2, checkpoint-4\), .*: name one"):
-        refuse_other_steps("out/checkpoint-4")
+    gathered, others = [], ["checkpoint-4"]
+    monkeypatch.setattr(checkpoints, "gather_object", lambda own: gathered.extend(own) or [*own, *others])
+    assert found_together(lambda: "out/checkpoint-4") == "out/checkpoint-4"
+    for other, listed in (("checkpoint-2", "checkpoint-2, checkpoint-4"), (None, "checkpoint-4, none")):
+        others[0] = other
+        with pytest.raises(ValueError, match=rf"different checkpoints \({listed}\), .*: name one"):
+            found_together(lambda: "out/checkpoint-4")
+    gathered.clear()
+    with pytest.raises(ValueError, match="no complete checkpoint"):
+        found_together(lambda: checkpoint_to_resume(True, "nowhere"))
+    assert gathered == [None]  # the others are told before it raises
+
+
+def test_a_trainer_asks_the_other_processes_for_theirs(checkpoint, monkeypatch):
+    trainer = make_trainer("sft", "ours", output_dir=str(checkpoint.parent))
+    monkeypatch.setattr(checkpoints, "gather_object", lambda own: [*own, None])
+    with pytest.raises(ValueError, match="different checkpoints"):
+        trainer.train(resume_from_checkpoint=True)
 
 
 def test_a_missing_part_of_weights_in_several_files_is_named(checkpoint, tmp_path):

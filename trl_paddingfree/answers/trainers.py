@@ -88,8 +88,13 @@ class AnswersCollated(Answers, collated.Collated):
         # TRL says what is wrong with what is no dataset
         if self.task.unit != "pairs" or not isinstance(dataset, Dataset | IterableDataset):
             return False
-        first: Example = next(iter(dataset), {})
+        first = self._first_of(dataset)
         return has_answers(first) and {*self.task.token_columns}.isdisjoint(first)
+
+    def _first_of(self, dataset: AnyDataset) -> Example:
+        """The first example, or an empty one. Transforms that draw go on as if nobody had looked."""
+        with random_state_restored(vars(self).get("model", torch.nn.Module())):  # `evaluate` may come within training
+            return next(iter(dataset), {})
 
     def _refuse_choice(self, arguments: Arguments) -> None:
         if self.task.unit != "pairs":
@@ -157,7 +162,7 @@ class AnswersCollated(Answers, collated.Collated):
 
     def _prepare_dataset(self, dataset, processing_class, args, *others):
         *_, name = others
-        is_prepared = isinstance(dataset, Dataset | IterableDataset) and next(iter(dataset), {}).keys() >= _PREPARED
+        is_prepared = isinstance(dataset, Dataset | IterableDataset) and self._first_of(dataset).keys() >= _PREPARED
         if not is_prepared and not self._has_answers(dataset):
             return super()._prepare_dataset(dataset, processing_class, args, *others)  # type: ignore[misc]
         self._read_answers()
@@ -202,6 +207,7 @@ class AnswersCollated(Answers, collated.Collated):
         if self.runtime.pads:
             self._take_raw_answers()
         if self._reads_answers:
+            self._new_pairs = 0
             self._read_answers()  # TRL has made the collator and the accelerator last
 
     def before_flat(self) -> None:
@@ -231,7 +237,8 @@ class AnswersCollated(Answers, collated.Collated):
 
     def get_eval_dataloader(self, eval_dataset=None):
         if self._is_vision_dataset and self._has_answers(eval_dataset):  # given to `evaluate`
-            eval_dataset = self._taken(eval_dataset, "eval", is_new=True)
+            with random_state_restored(self.model):  # transforms of the data may draw
+                eval_dataset = self._taken(eval_dataset, "eval", is_new=True)
             self._read_answers()
         return super().get_eval_dataloader(eval_dataset)
 
@@ -276,7 +283,6 @@ class AnswersCollated(Answers, collated.Collated):
     def after_init(self) -> None:
         super().after_init()
         if self._reads_answers:
-            self._new_pairs = 0
             self.runtime.around_step.append(self._count_pairs)
 
     def _count_pairs(self, step: Step, is_normalized: bool, inputs: Inputs) -> torch.Tensor:

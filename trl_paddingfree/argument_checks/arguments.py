@@ -87,14 +87,19 @@ def refuse_no_padding_token(arguments: Arguments) -> None:
         )
 
 
-def refuse_wrong_schedule(config: TrainingArguments) -> None:
+def refuse_wrong_schedule(config: TrainingArguments, given_optimizer: torch.optim.Optimizer | None) -> None:
     """
     Refuse arguments that the schedule of the learning rate does not take, and one that lacks some: transformers makes
-    it once training begins. Here it is made for one number.
+    it once training begins. Here it is made for an optimizer of two numbers, with as many groups as that of training.
     """
+    if config.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        return  # its configuration may have a schedule of its own
     name = SchedulerType(config.lr_scheduler_type).value
     given: Any = config.lr_scheduler_kwargs  # transformers has parsed a string
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    groups, rate = 2, config.learning_rate  # of weights that decay and others
+    if given_optimizer is not None:
+        groups, rate = len(given_optimizer.param_groups), given_optimizer.defaults.get("lr", rate)
+    optimizer = torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in range(groups)], lr=rate)
     try:
         get_scheduler(name, optimizer, num_warmup_steps=0, num_training_steps=1, scheduler_specific_kwargs=given)
     except (TypeError, ValueError) as error:

@@ -35,9 +35,9 @@ class ArgumentsChecked(FlatTrainer):
         super().refuse_arguments(arguments)
         refuse_no_folder(arguments["args"].output_dir)
         refuse_no_padding_token(arguments)
-        _, schedule = arguments.get("optimizers", (None, None))
+        optimizer, schedule = arguments.get("optimizers", (None, None))
         if schedule is None and type(self).create_scheduler is Trainer.create_scheduler:
-            refuse_wrong_schedule(arguments["args"])
+            refuse_wrong_schedule(arguments["args"], optimizer)
         warn_of_no_steps(arguments["args"])
         refuse_unusable(arguments, self.trl_trainer.__name__ if self.trains_language_models else "")
 

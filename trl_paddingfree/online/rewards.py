@@ -44,7 +44,7 @@ def checked(function: Any, name: str) -> Any:
 def _why_not_taken(function: Any, args: tuple, kwargs: dict[str, Any]) -> str:
     """Why a function does not take these arguments, by its signature; empty if it does, or has none, as in C."""
     try:
-        takes = inspect.signature(function)
+        takes = inspect.signature(function, follow_wrapped=False)  # what is called, not what a decorator wraps
     except (TypeError, ValueError):
         return ""
     try:

@@ -75,9 +75,17 @@ def as_trl_packs(model: torch.nn.Module, backbone: torch.nn.Module, rows: list[t
     batch = trl_collator()([{"input_ids": row.tolist()} for row in rows])
     del batch["labels"]
     told = {name: x.to(rows[0].device) if torch.is_tensor(x) else x for name, x in batch.items()} | {"use_cache": False}
+    calls = []
+
+    def as_trl_calls(*call: Any) -> tuple[tuple[()], Inputs]:
+        calls.append(call)
+        return (), told
+
     # TRL's head calls the backbone with all of them; some models' own forward does not pass them on
-    with backbone.register_forward_pre_hook(lambda *_: ((), told), with_kwargs=True):
+    with backbone.register_forward_pre_hook(as_trl_calls, with_kwargs=True):
         answer = model(input_ids=told["input_ids"], position_ids=told["position_ids"], use_cache=False)
+    if not calls:  # Whisper's calls the decoder within its backbone, and passes on whatever it is given
+        answer = model(**told)
     return answer.logits[0].split([*map(len, rows)])
 
 

@@ -1,7 +1,7 @@
 """Checkpoints: whether they are complete, which to resume from, renamed weights."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from pathlib import Path
@@ -146,14 +146,26 @@ def checkpoint_to_resume(
     return whole
 
 
-def refuse_other_steps(found: str | bool | None) -> None:
-    """Refuse to resume from checkpoints of other steps on other processes, which may have file systems of their own."""
-    names = sorted({*map(str, gather_object([Path(str(found)).name]))})
-    if len(names) > 1:
+def found_together(find: Callable[[], str | bool | None]) -> str | bool | None:
+    """
+    The checkpoint that `find` returns on all processes, which may have file systems of their own. Where one refuses its
+    own, or has another, all refuse: they would wait for it.
+    """
+    found, refused = None, None
+    try:
+        found = find()
+    except ValueError as error:
+        refused = error
+    names = gather_object([None if refused else Path(str(found)).name])
+    if refused is not None:
+        raise refused
+    if len({*names}) > 1:
+        listed = ", ".join(sorted({name or "none" for name in names}))
         raise ValueError(
-            f"Processes resume from different checkpoints ({', '.join(names)}), the newest complete ones that they "
-            "find: name one that all have by `resume_from_checkpoint`."
+            f"Processes resume from different checkpoints ({listed}), the newest complete ones that they find: name "
+            "one that all have by `resume_from_checkpoint`."
         )
+    return found
 
 
 def invalidate(output_dir: str, step: int) -> None:

@@ -2,7 +2,7 @@
 
 from ..core.trainers.base import FlatTrainer
 from ..core.versions import naming_versions
-from .checkpoints import checkpoint_to_resume, invalidate, naming_weights, refuse_other_steps
+from .checkpoints import checkpoint_to_resume, found_together, invalidate, naming_weights
 
 
 class Resuming(FlatTrainer):
@@ -12,8 +12,7 @@ class Resuming(FlatTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         engine = "deepspeed" if self.is_deepspeed_enabled else "fsdp" if self.is_fsdp_enabled else "no"
         given = self.args.output_dir, self.args.save_only_model, engine
-        found = checkpoint_to_resume(resume_from_checkpoint, *given)
-        refuse_other_steps(found)
+        found = found_together(lambda: checkpoint_to_resume(resume_from_checkpoint, *given))
         return super().train(found, *args, **kwargs)
 
     def _save_checkpoint(self, *args, **kwargs):

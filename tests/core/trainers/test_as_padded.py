@@ -372,8 +372,13 @@ def test_evaluation_follows_padded_trl(name, model_dir):
     assert_same(*results, ignored=(*ROUNDED, "accuracy") if task == "reward" else ROUNDED)
 
 
-def test_a_streamed_evaluation_weighs_its_last_batch_as_padded_trl():
-    """Beside training data that is no stream, TRL dispatches the batches, and knows that the last has fewer rows."""
+@pytest.mark.parametrize("drops_last", [False, True])
+def test_a_streamed_evaluation_weighs_its_last_batch_as_padded_trl(drops_last):
+    """
+    Beside training data that is no stream, TRL dispatches the batches, and knows that the last has fewer rows. Nothing
+    drops that of a stream.
+    """
     options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3, "steps": 1}
+    options["dataloader_drop_last"] = drops_last
     options["eval_dataset"] = DATA["sft"](4, SEED).to_iterable_dataset()
     compare("sft", lambda: arguments("sft", False), DATA["sft"](8, SEED), "flat", **options)

@@ -241,7 +241,7 @@ def test_a_callback_may_change_the_collator(model_dir, is_own):
 
 def test_an_attribute_reaches_the_collator_whose_rows_are_made_flat():
     class Own(DataCollatorForPreference):
-        calls, rate = 0, 1.0
+        calls, rate = 0, 0.5  # set on the class
 
         def torch_call(self, examples):
             self.calls += 1
@@ -249,13 +249,13 @@ def test_an_attribute_reaches_the_collator_whose_rows_are_made_flat():
             return super().torch_call(examples)
 
     own = Own(pad_token_id=0)
-    own.rate = 0.5
     ours = PreferenceCollator.of(own)
     pair = {"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4]}
     ours([pair])
     ours.rate, ours.max_length, ours.prefix_sharing = 0.25, 2, False
+    ours.epoch = 3  # a new one
     assert ours([pair])["input_ids"].tolist() == [[1, 2], [1, 2]]
-    assert (own.calls, own.seen, own.rate) == (2, 0.25, 0.25)
+    assert (own.calls, own.seen, own.rate, own.epoch) == (2, 0.25, 0.25, 3)
     assert not hasattr(own, "prefix_sharing")
 
 

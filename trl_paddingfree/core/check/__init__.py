@@ -1,1 +1,1 @@
-"""Is a model exact on flat batches? The start-up check and its report."""
+"""Is a model exact on flat batches? The start-up check."""

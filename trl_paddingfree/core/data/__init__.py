@@ -1,1 +1,1 @@
-"""From datasets to batches: loading, TRL's preparation, collators, and what padding wastes."""
+"""From examples to batches: tasks, collators and lengths."""

@@ -94,11 +94,11 @@ class FlatCollator(DataCollatorMixin):
         return made
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute, also of the collator whose rows this one makes flat, if that has it."""
+        """Sets an attribute, also of the collator whose rows this one makes flat, unless it is an option of ours."""
         super().__setattr__(name, value)
-        collate = vars(self).get("collate")
-        if name in getattr(collate, "__dict__", ()) and name not in FlatCollator.__dataclass_fields__:
-            setattr(collate, name, value)
+        of_trl = {option for base in self.trl_collators() for option in vars(base).get("__dataclass_fields__", ())}
+        if vars(self).get("collate") is not None and name not in self.__dataclass_fields__.keys() - of_trl:
+            setattr(self.collate, name, value)
 
     def changed(self, **values: Any) -> Self:
         """A copy with these `values`, which shares everything else that a subclass holds, fields or not."""

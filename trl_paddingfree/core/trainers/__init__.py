@@ -1,1 +1,1 @@
-"""Padding-free trainers: one module per TRL trainer, and what they share."""
+"""Padding-free SFT and DPO, and the bases of all trainers."""

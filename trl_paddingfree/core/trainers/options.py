@@ -34,8 +34,9 @@ class CoreOptions:
     padding_free: bool = option(
         True,
         "Compute real tokens only. With `False`, the trainer pads as TRL's does, and the log names options of this "
-        "package that then have no effect. Such a trainer differs from TRL's in checkpoints only: it refuses "
-        "half-written ones, and loads weights by name.",
+        "package that then have no effect. Such a trainer computes what TRL's does. It still refuses wrong values of "
+        "options and half-written checkpoints, loads weights by name, trains on the CPU if there is no accelerator, "
+        "and takes several answers per prompt.",
     )
     prefix_sharing: bool = option(True, SHARING)
     flat_attention: Literal["auto", BackendName] = option(
