@@ -285,6 +285,11 @@ class AnswersCollated(Answers, collated.Collated):
         if self._reads_answers:
             self.runtime.around_step.append(self._count_pairs)
 
+    def begin_training(self, model: torch.nn.Module) -> None:
+        super().begin_training(model)
+        if self._new_pairs is not None:
+            self._new_pairs = 0  # those of an earlier run do not count
+
     def _count_pairs(self, step: Step, is_normalized: bool, inputs: Inputs) -> torch.Tensor:
         """Around TRL's step."""
         assert self._new_pairs is not None

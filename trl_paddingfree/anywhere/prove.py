@@ -24,7 +24,7 @@ from ..core.check.probe import (
     row_inputs,
     tried_tokens,
 )
-from ..core.check.progress import log_details
+from ..core.check.progress import say_details
 from ..core.check.prove import UnprovenModelError, prove
 from ..core.check.verdicts import NoVerdicts, Verdicts
 from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
@@ -176,7 +176,7 @@ def padding_free(
         how = f"remembered from {record.day}; {earlier.hint}"
     gaps = "".join(f"; {gap}" for gap in missing)
     logger.warning(f"padding_free, {result.route}: {where}, {verdict} on {result.tried}{gaps} ({how}).")
-    log_details(logger, f"The start-up check: {result}.")
+    say_details(logger.warning, f"The start-up check: {result}.")
     return model
 
 

@@ -144,8 +144,9 @@ class Budgets(FlatTrainer):
     def begin_training(self, model: torch.nn.Module) -> None:
         self.prove(model)
         self.plan_memory(model)  # if that had to wait for the weights
-        if self._steps is not None:
-            self._steps.is_spoilt = None  # gradients of an earlier run are gone
+        if self.planner is not None and self._steps is not None:
+            # Gradients of an earlier run are gone, and its figures do not count
+            self._steps.is_spoilt, self.planner.new = None, []
         super().begin_training(model)
 
     def _in_parts(self, step: Step, is_normalized: bool, inputs: Inputs) -> torch.Tensor:

@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ..core.check.comparison import HALF_DIGITS_FACTOR, MOST_NOISE, NOISE_FACTOR, Verdict, relative_error
-from ..core.check.probe import outside_autocast, rounding_unit, tried_tokens
+from ..core.check.probe import compute_dtype, outside_autocast, rounding_unit, tried_tokens
 from ..core.check.prove import Agree, draws_of
 from ..core.check.tokens import embeddings_watched, gradients_at_tokens, scale_of, wrong_tokens
 from ..core.check.training import as_in_training, as_it_answers, raise_if_others_wait
@@ -179,6 +179,11 @@ class Rows:
     def is_pooled(self) -> bool:
         return self.flat_model.is_pooled if self.pooled is None else self.pooled
 
+    @property
+    def is_low(self) -> bool:
+        """Whether the model computes in low precision, where answers hide more."""
+        return rounding_unit(self.flat_model.model) > torch.finfo(torch.float32).eps
+
     @cached_property
     def mask(self) -> np.ndarray:
         """`(R, L)` bool, on the host: where the rows have tokens."""
@@ -200,12 +205,12 @@ class Rows:
         if not self.is_pooled and (labels := self.inputs.get("labels")) is not None:
             has_any = (labels[:, 1:] != IGNORE_INDEX).any(1).cpu().numpy()
         rows = np.array([row for row in self.numbers if has_any[row]], int)
-        is_low, rng = draws_of(self.flat_model.model) > 1, np.random.default_rng(self.seed)
+        rng = np.random.default_rng(self.seed)
         is_first = np.arange(len(rows)) % 2 == 0
-        if not is_low or (self.seed and rng.random() < 0.5):
+        if not self.is_low or (self.seed and rng.random() < 0.5):
             rng.shuffle(is_first)
         first, second = rows[is_first].tolist(), rows[~is_first].tolist()
-        if not (self.trains and not self.skipped and is_low and self.largest(len(second))):
+        if not (self.trains and not self.skipped and self.is_low and self.largest(len(second))):
             return [first]
         return [first, second or first]  # processes with fewer rows repeat the first one
 
@@ -269,7 +274,9 @@ class Rows:
         with torch.set_grad_enabled(self.trains):  # as a budget schedules it, with as many layers that recompute
             batch = self.flat_model.begin_pass(self.batch)
         with torch.compiler.set_stance("default"):  # compiled layers as they are
-            return self._computed(self.inputs | {"flat_batch": batch}, scored, batch)
+            return self._computed(
+                self.inputs | {"flat_batch": batch}, [(row, row, 0) for row in scored], batch, self.batch.row_mask
+            )
 
     def tried(self, compute: Callable[[], Pass]) -> Pass | str:
         """A pass or, in words, the error that the model raises. Raises it if other processes wait for the pass."""
@@ -305,6 +312,49 @@ class Rows:
                             total.index_add_(0, places, own)
         return None if wider and fails else Pass(answers, at_tokens)
 
+    def side_by_side(self, flat: Pass) -> Pass | None:
+        """
+        The rows as padded training computes them, as many at a time as take no more tokens than the flat batch, or the
+        largest slice of it. On accelerators, matrices of like size may round alike, whatever their width: those of
+        single rows, unlike those of the flat batch. No pass if it fails, or if rows have images.
+        """
+        if self.batch.hooks:
+            return None
+        number, width = self.mask.shape
+        with torch.set_grad_enabled(self.trains):
+            sizes = np.diff(self.flat_model.begin_pass(self.batch).schedule.cuts)
+        together = max(int(sizes.max(initial=0) or self.batch.input_ids.size(1)) // width, 1)
+        groups = [[*range(i, min(i + together, number))] for i in range(0, number, together)]
+        answers = torch.zeros_like(flat.answers)
+        at_tokens = torch.zeros_like(flat.at_tokens, dtype=torch.promote_types(flat.at_tokens.dtype, torch.float32))
+        real = self.batch.row_mask
+        inputs = self.inputs | {"attention_mask": real.long()}
+        if inputs.get("position_ids") is None and not self.mask[:, 0].all():  # padding on the left counts
+            inputs["position_ids"] = torch.where(real, self.batch.position_ids[0][self.batch.row_index], 0)
+
+        def cut(value: Any, rows: list[int]) -> Any:
+            is_of_rows = torch.is_tensor(value) and value.ndim > 1 and value.shape[:2] == (number, width)
+            return value[rows] if is_of_rows else value
+
+        with attributes_set([(self.flat_model, "flatten", None)]):  # padded rows are not made flat
+            for i in range(self.largest(len(groups))):
+                rows = groups[min(i, len(groups) - 1)]  # processes with fewer repeat the last ones
+                scored = [
+                    (place, row, 0) for place, row in enumerate(rows) if any(row in half for half in self.compared)
+                ]
+                given = {name: cut(value, rows) for name, value in inputs.items()}
+                found = self.tried(partial(self._computed, given, scored, None, real[rows]))
+                if isinstance(found, str):
+                    return None
+                answers[rows] = found.answers.to(answers.device)
+                if found.at_tokens.numel() and i < len(groups):
+                    for place, row, _ in scored:
+                        own = found.at_tokens[place, real[row]].to(at_tokens)
+                        for half, total in zip(self.compared, at_tokens, strict=True):
+                            if row in half:
+                                total.index_add_(0, self.places[row].to(total.device), own)
+        return Pass(answers, at_tokens)
+
     def _one(self, row: int, wider: int = 0) -> Pass:
         """One row alone, padded by so many tokens on its right; the gradients are those of its own tokens."""
         columns = np.flatnonzero(self.mask[row])
@@ -338,7 +388,8 @@ class Rows:
         if batch is not None:
             self.in_slices.add(row)
             inputs["flat_batch"] = batch
-        found = self._computed(inputs, [0] if any(row in half for half in self.halves) else [], batch, number=row)
+        scored = [(0, row, self.start(row))] if any(row in half for half in self.halves) else []
+        found = self._computed(inputs, scored, batch, inputs.get("attention_mask"))
         answers = found.answers if self.is_pooled else found.answers[:, : found.answers.size(1) - wider]
         return Pass(answers, found.at_tokens[:, : stop - start])
 
@@ -354,29 +405,33 @@ class Rows:
         return batch.to(ids.device) if batch.schedule.cuts else None
 
     def _computed(
-        self, inputs: Inputs, scored: Sequence[int], batch: FlatBatch | None = None, number: int | None = None
+        self,
+        inputs: Inputs,
+        scored: Sequence[tuple[int, int, int]],
+        batch: FlatBatch | None = None,
+        real: torch.Tensor | None = None,
     ) -> Pass:
-        """A call, and the gradients at its tokens of the `scored` rows in it; a row alone has a `number`."""
+        """
+        A call, and the gradients at its tokens of the `scored` answers: their place in it, their row, and the column of
+        the row where they start. `real` is the mask of the rows, if they have padding.
+        """
         model, differentiates = self.flat_model.model, self.trains and not self.skipped and bool(scored)
         with torch.set_grad_enabled(differentiates), embeddings_watched(model) as embedded:
-            answers = self._answers(inputs, number)
+            answers = self._answers(inputs, real)
             if not differentiates:
                 return Pass(answers.detach().double(), answers.new_empty(0, 0))
             with outside_autocast(model):
-                if number is None:
-                    weighted = [self.weighted(answers[row], row) for row in scored]
-                else:
-                    weighted = [self.weighted(answers[0], number, self.start(number))]
+                weighted = [self.weighted(answers[place], row, start) for place, row, start in scored]
                 loss = torch.stack(weighted).sum() * scale_of(model)
                 length = inputs["input_ids"].size(1)
                 at_tokens, *_ = gradients_at_tokens(model, embedded, loss, length, batch)
         assert at_tokens is not None
         return Pass(answers.detach().double(), at_tokens.detach())
 
-    def _answers(self, inputs: Inputs, number: int | None) -> torch.Tensor:
+    def _answers(self, inputs: Inputs, real: torch.Tensor | None) -> torch.Tensor:
         """
         `(R, N)`: the answers to the rows of a call: log-probabilities, 0 of tokens that are not scored, or of logits, a
-        sum with random weights for each token or, of a pooled head, the logits.
+        sum with random weights for each token (0 where none is `real`) or, of a pooled head, the logits.
         """
         output = self.call(**inputs)
         if self.is_pooled:
@@ -387,7 +442,6 @@ class Rows:
         vector = np.random.default_rng(self.seed).standard_normal(output.logits.size(-1))
         with outside_autocast(self.flat_model.model):
             values = output.logits @ torch.from_numpy(vector).to(output.logits)
-        real = self.batch.row_mask if number is None else inputs.get("attention_mask")
         return values if real is None else torch.where(real.bool().to(values.device), values, 0)
 
 
@@ -458,6 +512,9 @@ def _found(rows: Rows) -> tuple[Verdict, Sizes | None]:
     with outside_autocast(model):
         if not all(values.isfinite().all() for values in expected):
             found: tuple[Verdict, Sizes | None] = Verdict(skipped="those of a row alone are not finite"), None
+        elif compute_dtype(model) == torch.float16 and not flat.at_tokens.isfinite().all():
+            # Of rows that share tokens, they are the sum. Where training meets it, it scales the loss down
+            found = Verdict(skipped="gradients of the flat batch are too large for float16"), None
         elif len(rows.left_out) == len(rows.numbers):
             found = Verdict(skipped="no row could be computed alone"), None
         else:
@@ -480,6 +537,8 @@ def _found(rows: Rows) -> tuple[Verdict, Sizes | None]:
         if rows.largest(any(_moves(again, first, unit) for again, first in passes)):
             return Verdict(skipped="it draws at random in training, or keeps something of earlier calls"), None
     noises = [rows.alone(flat, wider) for wider in _WIDER]
+    if rows.is_low:
+        noises.append(rows.side_by_side(flat))
     for otherwise in mixers().rounding(model):
         with otherwise:
             noises.append(rows.alone(flat))
@@ -535,7 +594,7 @@ def _least(unit: float) -> tuple[float, float]:
 
 def _errors_of_answers(rows: Rows, found: Pass, expected: Pass) -> dict[int, float]:
     """By row, how far answers are off, relative to their size or at least one nat."""
-    columns = max(expected.answers.size(1), 1)  # none if rows have one token
+    columns = (expected.answers != 0).sum(1).clamp(min=1)  # those that are scored
     off, size = ((x.pow(2).sum(1) / columns).sqrt() for x in (found.answers - expected.answers, expected.answers))
     relative = (off / size.clamp(min=1)).tolist()
     return {row: x for row, x in enumerate(relative) if row not in rows.left_out}

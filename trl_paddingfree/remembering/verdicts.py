@@ -15,7 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..core.check.comparison import Tried, Verdict
-from ..core.check.progress import log_details
+from ..core.check.progress import say_details
 from ..core.check.prove import CheckResult
 from ..core.check.verdicts import Record
 from ..core.model.backends import BACKENDS
@@ -87,7 +87,7 @@ class Remembered:
             return fingerprint(model, call, route.loaded_with, repr(route), *settings)
         except Exception as error:  # anything may be in a model
             reason = f"{type(error).__name__}: {error}"
-            log_details(logger, f"The verdict on {type(model).__name__} is not remembered: {reason}.")
+            say_details(logger.warning, f"The verdict on {type(model).__name__} is not remembered: {reason}.")
             return ""
 
     def recall(self, key: str) -> Record | None:

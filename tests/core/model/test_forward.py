@@ -62,6 +62,7 @@ def test_flat_log_probs_and_gradients_equal_padded(double_model, rows, prefix_sh
     actual = double_model(**inputs, flat_batch=batch, fused_lm_head=True, use_cache=False)
     assert (actual.label_mask == expected.label_mask).all()
     for name in ("log_probs", "entropy", "is_top1"):
+        assert getattr(actual, name).dtype == getattr(expected, name).dtype
         difference = getattr(actual, name).double() - getattr(expected, name).double()
         assert difference.abs().sum() <= FLOAT32 * max(1, difference.numel())
     weights = torch.rand_like(expected.log_probs)

@@ -1,8 +1,7 @@
 """What users see of a check: a progress bar while they wait, and its figures if they ask for details."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from logging import Logger
 
 from tqdm.auto import tqdm
 from transformers.utils import logging
@@ -10,10 +9,10 @@ from transformers.utils import logging
 from .prove import STEPS, Tell
 
 
-def log_details(logger: Logger, message: str) -> None:
-    """Log a message if `log_level` is `info` or lower. transformers sets that level for its own loggers only."""
+def say_details(say: Callable[[str], object], message: str) -> None:
+    """Say a message if `log_level` is `info` or lower. transformers sets that level for its own loggers only."""
     if logging.get_verbosity() <= logging.INFO:
-        logger.warning(message)
+        say(message)
 
 
 @contextmanager

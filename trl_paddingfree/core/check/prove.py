@@ -32,9 +32,9 @@ from .gradients import InTraining, RowsInTraining, check_gradients
 from .probe import Call, RowsAlone, not_finite, rounding_unit
 from .training import raise_if_others_wait
 
-# In low precision, rounding may send a token to another expert, flat but not padded: a large error, but no mistake. It
-# does not recur with other tokens; a mistake does
-DRAWS_IN_LOW_PRECISION = 3
+# In low precision, and where routers choose among experts, rounding may send a token to another one, flat but not
+# padded: a large error, but no mistake. It does not recur with other tokens; a mistake does
+_DRAWS_IF_ROUNDING_DECIDES = 3
 
 Agree = Callable[[bool], bool]  # tells whether a verdict is true on all processes
 Tell = Callable[[str], None]  # gets each step of the check, in words, before it starts
@@ -251,7 +251,9 @@ def refuse_infinite(model: PreTrainedModel, reference: RowsAlone) -> None:
 
 def draws_of(model: PreTrainedModel) -> int:
     """How many draws of rows to try before a model counts as inexact."""
-    return 1 if rounding_unit(model) <= torch.finfo(torch.float32).eps else DRAWS_IN_LOW_PRECISION
+    config = vars(model.config.get_text_config())
+    chooses = any("expert" in name and isinstance(x, int) and x > 1 for name, x in config.items())
+    return _DRAWS_IF_ROUNDING_DECIDES if chooses or rounding_unit(model) > torch.finfo(torch.float32).eps else 1
 
 
 def _told(
@@ -294,7 +296,8 @@ def prove(
     Find and install the first exact route. Returns the result that passed, and those that failed before it.
 
     Tries `routes`, by default `route` with and without sharing and, with `fallback`, backends that ask less of a model.
-    In low precision, a route without leaks gets up to three draws: rounding may send one token to another expert.
+    In low precision, or with experts, a route without leaks gets up to three draws: rounding may send one token to
+    another expert.
 
     Args:
         call (`Callable`, *optional*):

@@ -200,12 +200,13 @@ class FlatBatch(HasTensors):
     @torch.compiler.disable  # a graph per dtype, gradient mode and shape would cost more than it saves
     def scored_to_rows(self, values: torch.Tensor) -> torch.Tensor:
         """
-        `(R, L-1)`: arrange one value per scored token, `(1, P)` on any device, in rows. Entry `l` of a row belongs to
-        the prediction of its token `l+1`. Positions that are not scored, or beyond the end of the row, are 0.
+        `(R, L-1)`: arrange one value per scored token, `(1, P)` of any dtype and device, in rows. Entry `l` of a row
+        belongs to the prediction of its token `l+1`. What is not scored, or beyond the end of the row, is 0.
         """
         index, mask, scored = (x.to(values.device) for x in (self.row_index, self.row_mask, self.scored_index))
         flat = values.new_zeros(self.input_ids.size(1)).index_put((scored,), values.squeeze(0))
-        return torch.where(mask[:, :-1] & mask[:, 1:], flat[index[:, :-1]], 0)  # a product would turn inf into NaN
+        # A product would turn inf into NaN
+        return flat[index[:, :-1]].masked_fill(~(mask[:, :-1] & mask[:, 1:]), 0)
 
     def tokens_to_rows(self, values: torch.Tensor) -> torch.Tensor:
         """`(R, L, D)`: arrange token vectors, `(1, T, D)` on any device, in rows; 0 at padding."""

@@ -61,6 +61,10 @@ class TokenCounts:
         """What this process has computed so far."""
         return sum(self.new, self.logged)
 
+    def restart(self) -> None:
+        """Begin to log anew: what an earlier run computed after its last log counts among the totals only."""
+        self.logged, self.new, self.logged_at = self.total, [], time.perf_counter()
+
     def figures(self, accelerator: Any, memory: int, repeats: bool) -> dict[str, float]:
         """
         Figures to log since the last call: token counts summed over all processes, and the largest peak `memory`, given

@@ -111,7 +111,7 @@ def scored_in_rows(
     output, _ = compute(batch)
     values = {name: output[name] for name in PER_TOKEN if name in output}
     label_mask = (labels[:, 1:] != IGNORE_INDEX).to(values["log_probs"].device)
-    in_rows = {name: torch.where(label_mask, batch.scored_to_rows(x), 0) for name, x in values.items()}
+    in_rows = {name: batch.scored_to_rows(x).masked_fill(~label_mask, 0) for name, x in values.items()}
     num_items = other_arguments.get("num_items_in_batch")
     # For callers that want the model's own loss: most TRL trainers compute theirs from the values in rows
     loss = -in_rows["log_probs"].sum() / (label_mask.sum().clamp(min=1) if num_items is None else num_items)

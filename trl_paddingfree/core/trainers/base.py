@@ -1,7 +1,6 @@
 """Base of the padding-free trainers. `docs/how_it_works.md` follows a training step, function by function."""
 
 import inspect
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -224,7 +223,8 @@ class FlatTrainer(Trainer):
         self.prove(model)
         self.runtime.has_hooks = None  # what was changed since the trainer was made counts, also as `train()` began
         self.refuse_options()
-        self.runtime.has_begun, self.runtime.counts.logged_at = True, time.perf_counter()
+        self.runtime.has_begun = True
+        self.runtime.counts.restart()
 
     def count_tokens(self, inputs: Inputs) -> None:
         """Count the tokens of a micro-batch, if its rows are flat before the model is called."""

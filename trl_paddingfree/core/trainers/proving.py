@@ -16,7 +16,7 @@ from transformers.utils import logging
 from .. import upstream
 from ..check.again import Variation, prove_again
 from ..check.probe import compute_dtype, rounding_unit
-from ..check.progress import log_details, shown
+from ..check.progress import say_details, shown
 from ..check.prove import CheckResult, UnprovenModelError, prove
 from ..check.training import OthersWaitError, raise_if_weights_are_awaited
 from ..check.verdicts import NoVerdicts, Record, Verdicts
@@ -158,7 +158,7 @@ class StartUpCheck:
         if all(self.days):
             how = f"remembered from {max(self.days)}; {self.earlier.hint}"
         self.say(f"Padding-free, {results[0].route}: {found} ({how}).")
-        log_details(logger, f"The start-up check: {results[0]}.")
+        say_details(self.say, f"The start-up check: {results[0]}.")
         if description := mixers().describe(self.base_of(models[0])):
             self.say(description)
         return results[0].route
