@@ -75,6 +75,17 @@ def test_the_first_call_and_every_so_many_are_looked_at_but_none_without_gradien
     assert FlatModel.of(padding_free(make_model(), check=False)).padded.looks is None
 
 
+def test_a_mistake_ends_every_later_training_call():
+    """A loop that skips what fails does not train on what was proven wrong."""
+    model = padding_free(make_model().train(), check_steps=250)
+    mlp = model.base_model.layers[0].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x) + (forward(x).roll(1, 1) if x.size(0) == 1 and x.size(1) > 21 else 0)
+    for _ in range(2):
+        with pytest.raises(UnprovenModelError, match="training call 1, of"):
+            steps(model, 1)
+
+
 @pytest.mark.parametrize("kind", ["logits", "labels", "tuple", "classes", "positions"])
 def test_a_mistake_ends_training_before_anything_is_learnt(kind):
     if kind == "classes":

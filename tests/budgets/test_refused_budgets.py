@@ -76,7 +76,9 @@ def test_what_a_budget_cannot_stand_beside_is_refused(folder, options, reason):
 
 
 @pytest.mark.parametrize(
-    "budget", [{"memory_budget": 8}, {"max_tokens_per_micro_batch": 100}], ids=["memory", "tokens"]
+    "budget",
+    [{"memory_budget": 8}, {"max_tokens_per_micro_batch": 100, "gradient_checkpointing": True}],
+    ids=["memory", "tokens"],
 )
 def test_a_router_loss_beside_reentrant_recomputation_is_refused(tokenizer, budget):
     def make(**options):
@@ -88,6 +90,7 @@ def test_a_router_loss_beside_reentrant_recomputation_is_refused(tokenizer, budg
         with pytest.raises(ValueError, match="'use_reentrant': True.*router_aux_loss_coef=0.3"):
             make(**budget, **reentrant)
         make(**reentrant)
+        make(max_tokens_per_micro_batch=100, gradient_checkpointing=False, **reentrant)  # nothing recomputes
     make(**budget)
 
 

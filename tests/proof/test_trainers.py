@@ -15,7 +15,7 @@ from transformers.trainer_callback import ExportableState
 from tests.helpers.architectures import tiny_model
 from tests.helpers.tiny import DATA, arguments, following_rotary, make_model, preference_data
 from tests.runs import make_trainer, train
-from trl_paddingfree import PaddingFreeDPOConfig, UnprovenModelError
+from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeSFTTrainer, UnprovenModelError
 from trl_paddingfree.proof.certificate import Certificate
 from trl_paddingfree.proof.look import Rows
 from trl_paddingfree.registry import TRAINERS
@@ -129,6 +129,58 @@ def test_a_mistake_ends_training_before_anything_is_learnt_of_it(task, tmp_path)
     assert "`padding_free=False`" in str(e.value)
     assert all(torch.equal(x, before[name]) for name, x in trainer.model.state_dict().items())
     assert not any(parameter.grad is not None for parameter in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_mistake_ends_training_though_a_step_catches_its_error(accumulation):
+    """As guards do that skip what fails: neither the micro-batches after it nor later steps are learnt from."""
+
+    class Guarded(PaddingFreeSFTTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            try:
+                return super().training_step(model, inputs, num_items_in_batch)
+            except Exception:
+                return torch.zeros(())
+
+    given = {**arguments("sft", adapters=False), "train_dataset": DATA["sft"](16, 1), "trainer_class": Guarded}
+    options = {"steps": 3, "check_steps": 250, "gradient_accumulation_steps": accumulation}
+    trainer = make_trainer("sft", "shared", **given, **options)
+    leaky_above(trainer.model, 40)
+    before = {name: x.clone() for name, x in trainer.model.state_dict().items()}
+    for _ in range(2):  # a new run looks anew
+        with pytest.raises(UnprovenModelError, match="before step 1, of"):
+            trainer.train()
+        assert all(torch.equal(x, before[name]) for name, x in trainer.model.state_dict().items())
+
+
+def test_a_mistake_in_few_scored_answers_is_not_diluted_by_the_other_columns():
+    """Of a pass without gradients, where answers are all there is to see."""
+    given = arguments("dpo", model=make_model(dtype=torch.bfloat16), adapters=True)
+    words = [" ".join(f"w{i % 50}" for i in range(start, start + 400)) for start in range(4)]
+    rows = [{"prompt": text, "chosen": " w1 w2 w3", "rejected": " w4 w5 w6"} for text in words]
+    trainer = make_trainer("dpo", "shared", steps=1, check_steps=1, train_dataset=Dataset.from_list(rows), **given)
+    norm = trainer.model.base_model.model.model.norm
+    forward = norm.forward
+    norm.forward = lambda x: forward(x) * (1.04 if not torch.is_grad_enabled() and x.size(1) > 450 else 1)
+    with pytest.raises(UnprovenModelError, match="answers to row"):
+        trainer.train()
+
+
+def test_rounding_that_follows_the_size_of_matrices_is_no_mistake():
+    """As of kernels on accelerators, which round alike for matrices of like size: single rows, wider or not."""
+    given = arguments("sft", model=make_model(dtype=torch.bfloat16), adapters=False)
+    data = DATA["sft"](16, 1)
+    for sizes in (True, False):
+        trainer = make_trainer("sft", "flat", steps=1, check_steps=1, train_dataset=data, **given)
+        mlp = trainer.model.base_model.layers[0].mlp
+
+        def rounding(states, forward=mlp.forward, sizes=sizes):
+            tokens = states.size(0) * states.size(1) if sizes else (states.size(0) == 1) * states.size(1)
+            return forward(states) * ((1.08 if sizes else 1.3) if tokens > 40 else 1)
+
+        mlp.forward = rounding
+        with nullcontext() if sizes else pytest.raises(UnprovenModelError):
+            trainer.train()
 
 
 def test_mismatched_rows_of_kto_are_compared():

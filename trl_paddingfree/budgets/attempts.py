@@ -8,6 +8,7 @@ import torch
 from accelerate import DistributedType
 from transformers.utils import logging
 
+from ..core import upstream
 from ..core.model.forward import is_allocation_failure
 from .planner import MemoryPlanner
 
@@ -127,6 +128,12 @@ def why_not_again(planner: MemoryPlanner) -> str:
         return (
             "A process cannot compute a micro-batch again while others, or an engine, wait for its gradients. Lower "
             f"{what}, and resume from the last checkpoint."
+        )
+    hooks = (hook for p in planner.flat_model.model.parameters() for hook in upstream.hooks_after_accumulation(p))
+    if any(hook.__module__ != __name__ for hook in hooks):  # others than ours of an attempt before
+        return (
+            "A hook of yours gets gradients as soon as they are accumulated, and may have used those of this "
+            f"micro-batch, which can therefore not be computed again. Leave the hook out, or lower {what}."
         )
     # Slices are not reentrant checkpoints
     if planner.is_reentrant and planner.current and not planner.current.schedule.cuts:

@@ -17,6 +17,7 @@ from accelerate.utils import send_to_device
 from transformers import PreTrainedModel
 
 from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs
+from ..core.model import architecture
 from ..core.model.flat_model import FlatModel
 from ..core.model.forward import is_pooled
 from ..core.model.mixers import mixers
@@ -59,11 +60,14 @@ def _batches(model: PreTrainedModel, route: Route) -> tuple[list[FlatBatch], lis
     def tokens(*lengths):
         return [rng.integers(0, size, length).tolist() for length in lengths]
 
-    (prompt, context), (long,) = tokens(_SHORT, _LONG), tokens(_LONG)
+    # Rows of fewer positions: a prompt and the longest continuation have to fit
+    most = min(architecture.position_limits(model), default=_SHORT + _LONG)
+    length = min(_LONG, max(most // _SHORT - 1, 3) * _SHORT)
+    (prompt, context), (long,) = tokens(_SHORT, length), tokens(length)
     even = [tokens(_SHORT), tokens(_MIDDLE), [long], tokens(_SHORT, _SHORT)]
     even += [[start + row for row in tokens(_SHORT, _SHORT)] for start in (prompt, context)]
-    even.append([prompt + row for row in tokens(_SHORT, _MIDDLE, _LONG)])
-    odd = [tokens(*range(3, 25)), tokens(_SHORT // 2), tokens(_SHORT + 6), tokens(_LONG + 40)]
+    even.append([prompt + row for row in tokens(_SHORT, _MIDDLE, length)])
+    odd = [tokens(*range(3, 25)), tokens(_SHORT // 2), tokens(_SHORT + 6), tokens(length + 40)]
     odd.append(tokens(*range(50, 66, 5)))
     odd.append([start + row for start in tokens(*range(4, 30, 3)) for row in tokens(len(start), 5)])
     # As much padding as attention allows: of rows, of queries of branches, of their keys, and of branches of branches

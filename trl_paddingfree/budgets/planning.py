@@ -34,7 +34,7 @@ def make_planner(trainer: Any) -> MemoryPlanner:
         flat.peak_memory,
         limit=flat.options.max_tokens_per_micro_batch,
         option=option,
-        is_reentrant=upstream.is_reentrant(args),
+        is_reentrant=upstream.is_reentrant(args) and (option is not None or args.gradient_checkpointing),
         measures=args.skip_memory_metrics,  # else transformers reads the peak since training began
     )
     if option is None:

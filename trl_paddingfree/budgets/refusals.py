@@ -51,7 +51,8 @@ def refuse_lost_router_loss(options: PaddingFreeOptions, config: TrainingArgumen
     Refuse reentrant checkpoints under a budget if routers have a loss: `reasons` are the options that give them one.
     Such checkpoints lose the gradients of router logits, and the budget decides which layers are checkpointed.
     """
-    if options.has_budget and upstream.is_reentrant(config) and reasons:
+    recomputes = options.memory_budget is not None or (options.has_budget and config.gradient_checkpointing)
+    if recomputes and upstream.is_reentrant(config) and reasons:
         raise ValueError(
             f"`gradient_checkpointing_kwargs={{'use_reentrant': True}}` cannot be combined with {reasons[0]} and "
             "`memory_budget` or `max_tokens_per_micro_batch`: layers that recompute this way lose gradients of the "

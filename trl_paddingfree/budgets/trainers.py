@@ -27,7 +27,7 @@ from . import planning, refusals
 from .device import budget_bytes
 from .needs import HeadBytes, fused_head
 from .planner import MemoryPlanner
-from .steps import Part, TrainingSteps
+from .steps import Part, TrainingSteps, in_one_thread
 
 
 class Budgets(FlatTrainer):
@@ -120,7 +120,7 @@ class Budgets(FlatTrainer):
                 "only: leave `memory_budget` and `max_tokens_per_micro_batch` out, or shard with FSDP2 of "
                 "accelerate."
             )
-        with random_state_restored(model):  # the user's collator may draw
+        with random_state_restored(model), in_one_thread(model):  # the user's collator may draw
             with self.runtime.check.in_precision():
                 planner = planning.make_planner(self)
             if (slices := module_of("slices", "check")) is not None:

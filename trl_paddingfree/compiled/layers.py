@@ -34,6 +34,8 @@ CompilerOptions: TypeAlias = dict[str, Any]  # arguments of [`torch.compile`]
 # Layers of one class differ in what the compiler guards on: mode, window, adapters, and the strides of slices. Beyond
 # its default limit of 8 variants, the compiler falls back to eager code and only logs it
 _MOST_VARIANTS = 64
+# Where the plugin of an accelerator that compiles nothing has the one that it stands in for
+_TAKEN = "taken"
 
 
 def taken_from(accelerator: "Accelerator") -> CompilerOptions:
@@ -43,8 +45,10 @@ def taken_from(accelerator: "Accelerator") -> CompilerOptions:
     """
     from accelerate.utils import TorchDynamoPlugin
 
-    plugin = accelerator.state.dynamo_plugin
-    accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend="no")
+    state = accelerator.state  # which all accelerators of the process share
+    plugin = vars(state.dynamo_plugin).get(_TAKEN, state.dynamo_plugin)
+    state.dynamo_plugin = TorchDynamoPlugin(backend="no")
+    vars(state.dynamo_plugin)[_TAKEN] = plugin  # for the next trainer that is made of this state
     given = plugin.to_kwargs()
     return {name: given[name] for name in ("backend", "mode", "options") if given.get(name) is not None}
 

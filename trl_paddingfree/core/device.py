@@ -25,7 +25,7 @@ class PeakMemory:
 
     def __init__(self, device: torch.device):
         self.device, self.before = device, 0  # bytes at the peak before the last `begin`
-        self.can_reset = device.type != "cpu"
+        self.can_reset = device.type not in ("cpu", "mps")  # MPS counts nothing before PyTorch 2.15
         self.name = "peak GPU memory" if self.can_reset else "peak memory of the process"
 
     @property

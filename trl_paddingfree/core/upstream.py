@@ -178,6 +178,11 @@ def gradient_hooks(owner: torch.Tensor | torch.nn.Module) -> list[Callable]:
     return [hook for name in places for hook in (getattr(owner, name, None) or {}).values()]
 
 
+def hooks_after_accumulation(parameter: torch.Tensor) -> list[Callable]:
+    """The hooks that get a parameter once its gradient is accumulated, and may step an optimizer."""
+    return [*(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()]
+
+
 def global_hooks() -> list[Callable]:
     """The hooks that PyTorch runs before and after the forward of every module."""
     module = torch.nn.modules.module

@@ -8,6 +8,7 @@ import torch
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import logging
 
+from ..core.check.prove import UnprovenModelError
 from ..core.check.training import is_sharded
 from ..core.flat.batch import FlatBatch, Inputs
 from ..core.model.flat_model import FlatModel
@@ -32,6 +33,7 @@ class LooksAtCalls:
     def __init__(self, flat_model: FlatModel, every: int):
         self.flat_model, self.every = flat_model, every
         self.calls = 0  # with gradients, so far
+        self.mistake: UnprovenModelError | None = None  # that a look has found, whoever has caught it
         self.found = Certificate()
 
     def __call__(
@@ -48,6 +50,8 @@ class LooksAtCalls:
         model, calls = self.flat_model.model, self.flat_model.padded
         if not (model.training and torch.is_grad_enabled()):
             return
+        if self.mistake is not None:
+            raise self.mistake
         self.calls += 1
         if (self.calls - 1) % self.every:
             return
@@ -72,7 +76,7 @@ class LooksAtCalls:
         with attributes_set([(calls, "looks", None), (calls, "of_head", None)]):
             looked = look(rows)
         _, messages = self.found.add(looked)
-        conclude(
+        self.mistake = conclude(
             self.flat_model,
             looked,
             messages,
@@ -80,6 +84,8 @@ class LooksAtCalls:
             of_what=f"training call {self.calls:,}",
             advice="Leave the call of `padding_free` out to train with padding. Nothing was learnt from this call.",
         )
+        if self.mistake is not None:
+            raise self.mistake
 
 
 def _with_positions(forward: Callable[..., Any], inputs: Inputs, batch: FlatBatch) -> Inputs:

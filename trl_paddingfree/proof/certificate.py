@@ -98,15 +98,16 @@ def _rows(numbers: list[int]) -> str:
     return f"row{'s' * several} {', '.join(map(str, sorted(numbers)))} {'were' if several else 'was'}"
 
 
-def conclude(flat_model: FlatModel, looked: Looked, messages: list[str], *, by: str, of_what: str, advice: str) -> None:
+def conclude(
+    flat_model: FlatModel, looked: Looked, messages: list[str], *, by: str, of_what: str, advice: str
+) -> UnprovenModelError | None:
     """
-    Log the `messages` of [`Certificate.add`] on a look at `of_what`, and raise an [`UnprovenModelError`], with what to
-    do, if any process has found a mistake.
+    Log the `messages` of [`Certificate.add`] on a look at `of_what`, and return an error, with what to do, if any
+    process has found a mistake.
     """
     for message in messages:
         logger.warning(f"{by}: of {of_what}, {message}.")
-    if not looked.agreed:
-        raise UnprovenModelError(f"{_explained(flat_model, looked, of_what)} {advice}")
+    return None if looked.agreed else UnprovenModelError(f"{_explained(flat_model, looked, of_what)} {advice}")
 
 
 def _explained(flat_model: FlatModel, looked: Looked, of_what: str) -> str:

@@ -483,7 +483,9 @@ def look(rows: Rows, agree: Agree = bool) -> Looked:
 def _looked(rows: Rows) -> Looked:
     model = rows.flat_model.model
     trying = as_in_training(model, rows.call, every_layer=True) if rows.trains else as_it_answers(model)
-    with untouched(rows.flat_model), trying:
+    # Contexts that move activations to the CPU would count on a backward pass of all that they have seen
+    as_they_are = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with untouched(rows.flat_model), trying, as_they_are:
         verdict, sizes = _found(rows)
     if rows.skipped and not verdict.skipped:
         verdict = replace(verdict, notes=(*verdict.notes, f"gradients were not compared, because {rows.skipped}"))

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from ..core.check.prove import UnprovenModelError
 from ..core.flat.batch import FlatBatch, Inputs
 from ..core.model.flat_model import FlatModel
 from ..core.model.restored import Change, attributes_set
@@ -35,21 +36,23 @@ class Looks(TrainerCallback, ExportableState):
         self.is_first = True
         self.hooks: list[Any] = []
         self.forwards: list[Change] = []  # of models, which distillation replaces for the time of a call
-        self.seen: set[tuple[int, bool]] = set()  # which calls of the current step it has looked at
+        self.seen: set[tuple[int, bool, bool]] = set()  # which calls of the current step it has looked at
         self.is_looking = False  # within a look, which calls the models, too
+        self.mistake: UnprovenModelError | None = None  # that a look has found, whoever has caught it
 
     def state(self) -> dict[str, Any]:
         """What is saved with a checkpoint."""
         return {"args": {}, "attributes": asdict(self.found)}
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.is_first = True
+        self.is_first, self.mistake = True, None
         # Runs that looked at nothing leave none in their checkpoints, and transformers saves to what it finds
         resumed = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if state.global_step:
             self.found = Certificate.of(resumed["attributes"])
 
     def on_step_begin(self, args, state, control, **kwargs):
+        self.refuse_to_go_on()
         self.forget()  # of a step that did not end, such as one that `auto_find_batch_size` tries again
         if self.is_first or state.global_step % self.trainer.runtime.options.check_steps == 0:
             self.is_first = False
@@ -67,6 +70,14 @@ class Looks(TrainerCallback, ExportableState):
     def on_step_end(self, args, state, control, **kwargs):
         self.forget()
 
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.refuse_to_go_on()
+
+    def refuse_to_go_on(self) -> None:
+        """Raise the mistake that a look has found, again if a `training_step` of the user's has caught it."""
+        if self.mistake is not None:
+            raise self.mistake
+
     def on_substep_end(self, args, state, control, **kwargs):
         self.forget()  # the first micro-batch of a step is enough
 
@@ -83,12 +94,17 @@ class Looks(TrainerCallback, ExportableState):
             return
         with attributes_set([*self.forwards, (self, "is_looking", True)]):
             flat_model = FlatModel.of(call)
-            if flat_model is None or (id(flat_model), trains) in self.seen:
+            alone = self.trainer.accelerator.num_processes == 1  # several must look equally often
+            if flat_model is None or ((id(flat_model), trains, False) in self.seen and not alone):
                 return
             with torch.no_grad():  # rows that become flat with gradients count as trained
                 found = self.trainer.rows_of_call(flat_model, args, kwargs)
-            if found is not None:
-                self.seen.add((id(flat_model), trains))
+            if found is None:
+                return
+            # Parts of a micro-batch come one after another, those with images last
+            key = id(flat_model), trains, alone and bool(found[1].hooks)
+            if key not in self.seen:
+                self.seen.add(key)
                 self.look(flat_model, call, *found, trains=trains)
 
     def look(
@@ -114,7 +130,7 @@ class Looks(TrainerCallback, ExportableState):
         error, messages = self.found.add(looked, self._gathered)
         if error >= 0:
             self.logged_error = max(self.logged_error or 0.0, error)
-        conclude(
+        self.mistake = conclude(
             flat_model,
             looked,
             messages,
@@ -123,6 +139,7 @@ class Looks(TrainerCallback, ExportableState):
             advice="Set `padding_free=False` to train with padding, or another `flat_attention`. Nothing was learnt "
             "from this micro-batch, and earlier checkpoints stay.",
         )
+        self.refuse_to_go_on()
 
     def _gathered(self, numbers: list[float]) -> torch.Tensor:
         """Those of all processes. Not by the accelerator, which gathers nothing while it computes a part."""

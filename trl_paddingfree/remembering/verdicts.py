@@ -61,9 +61,9 @@ def _result(x: dict[str, Any]) -> CheckResult:
 
 
 def _is_lasting(record: Record) -> bool:
-    """Whether a verdict would be the same on another day: not for lack of memory, or by values of weights."""
+    """Whether a verdict would be the same on another day: not for lack of memory anywhere, or by values of weights."""
     said = f"{record.verdict} {' '.join(map(str, record.results))}".lower()
-    return not any(passing in said for passing in ("memory", "not finite"))
+    return not any(passing in said for passing in ("memory", "alloc_failed", "another process", "not finite"))
 
 
 class Remembered:
