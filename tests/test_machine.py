@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from trl_paddingfree import machine
+from trl_paddingfree.core.device import PeakMemory
 
 GIB = 2**30
 H200 = {"name": "H200", "total_memory": 139 * GIB, "major": 9, "minor": 0}
@@ -47,3 +48,12 @@ def test_a_build_for_cpus_is_not_asked_unless_a_plugin_brings_other_devices(monk
     assert (machine.hardware()["gpus"], asked) == ([], [])
     plugins.append("torch_npu")
     assert machine.hardware()["gpus"] == ["an NPU"]
+
+
+def test_what_mps_cannot_count_is_not_asked(monkeypatch):
+    def refuse(device):
+        raise RuntimeError("INTERNAL ASSERT FAILED: Allocator for mps is not a DeviceAllocator")
+
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", refuse)
+    memory = PeakMemory(torch.device("mps"))
+    assert memory.begin() == 0 < memory.highest

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.helpers.memory import budgeted, fail_once_planned, failing, in_tokens, layered
-from tests.helpers.tiny import SEED, lora, preference_data, score
+from tests.helpers.tiny import SEED, conversations, lora, preference_data, score
 from tests.runs import TOLERANCE, assert_same, run, train
 from trl_paddingfree import FlatBatch
 from trl_paddingfree.budgets import attempts
@@ -41,6 +41,22 @@ def test_a_failed_allocation_costs_a_warning_and_nothing_else(folder, where, spl
         result = train(trainer)
     assert caplog.text.count("An allocation failed") == 1
     assert_same(plain, result, tolerance=TOLERANCE, ignored=())
+
+
+def test_a_micro_batch_is_not_computed_again_whose_gradients_a_hook_has_taken(folder):
+    """As in a loop that steps the optimizer within the backward pass: weights would be stepped twice."""
+    trainer = budgeted("sft", folder, conversations(16, SEED), steps=1)
+
+    def take(parameter):
+        parameter.grad = None
+
+    for parameter in trainer.model.parameters():
+        parameter.register_post_accumulate_grad_hook(take)
+    with (
+        failing(trainer, {0}, in_backward=True),
+        pytest.raises(torch.OutOfMemoryError, match="A hook of yours gets gradients as soon as"),
+    ):
+        trainer.train()
 
 
 @WHERE

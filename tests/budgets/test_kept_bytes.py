@@ -6,7 +6,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.helpers.architectures import with_head
+from tests.helpers.architectures import tiny_model, with_head
 from tests.helpers.reference_flash import varlen_on
 from tests.helpers.tiny import ATTENTIONS, SHARING, make_model
 from trl_paddingfree import FlatBatch
@@ -103,3 +103,11 @@ def test_scores_that_a_device_keeps_are_charged_to_pairs_and_not_to_keys():
     # What both keep of tokens are the same tensors, but for copies of keys and values, one per head
     assert (scores.kept[:, [TOKENS, KEYS]].sum(1) < 1.2 * fused.kept[:, [TOKENS, KEYS]].sum(1)).all()
     assert scores.factor < 1.3
+
+
+@pytest.mark.parametrize("positions", [256, 448, 512, 600])
+def test_models_of_few_positions_are_counted_within_them(positions):
+    model = tiny_model("gpt2", n_positions=positions)
+    route = Route("segment", "sdpa", prefix_sharing=True)
+    FlatModel.install(with_head(model), route)
+    assert count_kept_bytes(model, route).kept.any()

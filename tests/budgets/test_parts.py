@@ -204,6 +204,12 @@ def test_backward_passes_over_several_devices_run_in_one_thread(is_spread, monke
     )
     trainer.train()
     assert seen == {not is_spread}
+    seen.clear()
+    prove_again = "trl_paddingfree.core.trainers.proving.StartUpCheck.prove_again"  # of slices
+    monkeypatch.setattr(prove_again, lambda *args: seen.add(torch._C._is_multithreading_enabled()))
+    trainer.planner = None
+    trainer.plan_memory(trainer.model)
+    assert seen == {not is_spread}
     assert torch._C._is_multithreading_enabled()
 
 

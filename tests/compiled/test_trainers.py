@@ -15,7 +15,7 @@ from tests.helpers.architectures import tiny_model
 from tests.helpers.flat_and_padded import flat_model
 from tests.helpers.tiny import ADAPTERS, DATA, SEED, arguments, lora, make_model
 from tests.runs import ROUNDED, TOLERANCE, assert_same, make_trainer, run
-from trl_paddingfree import UnprovenModelError, padding_free
+from trl_paddingfree import PaddingFreeSFTConfig, PaddingFreeSFTTrainer, UnprovenModelError, padding_free
 from trl_paddingfree.compiled.layers import compile_layers, compiled, make_eager
 from trl_paddingfree.core import upstream
 from trl_paddingfree.core.check.again import prove_again
@@ -61,6 +61,15 @@ def assert_trains_as_padded(task, make, tolerance=TOLERANCE, **options):
 def test_every_trainer(task):
     options = BUDGETS[(SEED + list(DATA).index(task)) % len(BUDGETS)]
     assert_trains_as_padded(task, lambda: arguments(task, adapters=bool(SEED % 2)), **options)
+
+
+def test_a_second_trainer_of_the_same_state_compiles_too():
+    """Configurations that are made first share one state, and transformers resets it with each of them."""
+    configs = [PaddingFreeSFTConfig("out", use_cpu=True, bf16=False, torch_compile=True) for _ in range(2)]
+    given = {**arguments("sft", False), "train_dataset": DATA["sft"](2, SEED)}
+    trainers = [PaddingFreeSFTTrainer(args=config, **given) for config in configs]
+    assert trainers[0]._compiler is not None
+    assert trainers[0]._compiler == trainers[1]._compiler
 
 
 @pytest.mark.drawn(1)

@@ -34,21 +34,23 @@ CompilerOptions: TypeAlias = dict[str, Any]  # arguments of [`torch.compile`]
 # Layers of one class differ in what the compiler guards on: mode, window, adapters, and the strides of slices. Beyond
 # its default limit of 8 variants, the compiler falls back to eager code and only logs it
 _MOST_VARIANTS = 64
-# Where the plugin of an accelerator that compiles nothing has the one that it stands in for
+# The attribute of a plugin that compiles nothing: the one that it stands in for
 _TAKEN = "taken"
 
 
-def taken_from(accelerator: "Accelerator") -> CompilerOptions:
+def taken_from(accelerator: "Accelerator") -> CompilerOptions | None:
     """
-    The compiler options that an `accelerator` got from `torch_compile=True` or its launcher. Turns its own compilation
-    off, which would compile the whole model, in pieces.
+    The compiler options that an `accelerator` got from `torch_compile=True` or its launcher; `None` without. Turns its
+    own compilation off, which would compile the whole model, in pieces.
     """
-    from accelerate.utils import TorchDynamoPlugin
+    from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 
-    state = accelerator.state  # which all accelerators of the process share
+    state = accelerator.state  # shared by all accelerators that are made before the next configuration
     plugin = vars(state.dynamo_plugin).get(_TAKEN, state.dynamo_plugin)
+    if plugin.backend == DynamoBackend.NO:
+        return None
     state.dynamo_plugin = TorchDynamoPlugin(backend="no")
-    vars(state.dynamo_plugin)[_TAKEN] = plugin  # for the next trainer that is made of this state
+    vars(state.dynamo_plugin)[_TAKEN] = plugin
     given = plugin.to_kwargs()
     return {name: given[name] for name in ("backend", "mode", "options") if given.get(name) is not None}
 

@@ -2,7 +2,6 @@
 
 from ..core.model.flat_model import FlatModel
 from ..core.trainers.base import FlatTrainer
-from ..core.trainers.engine import wants_compiled
 from ..core.trainers.proving import Models
 from .layers import CompilerOptions, compile_layers, compiled, make_eager, taken_from
 
@@ -13,8 +12,7 @@ class Compiling(FlatTrainer):
     _compiler: CompilerOptions | None = None  # `None`: nothing is compiled
 
     def take_compiler(self) -> None:
-        if wants_compiled(self.accelerator):
-            self._compiler = taken_from(self.accelerator)
+        self._compiler = taken_from(self.accelerator)
 
     def before_flat(self) -> None:
         for model in self.flat_models():  # those that an earlier trainer has compiled are eager again
