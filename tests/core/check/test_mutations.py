@@ -33,8 +33,8 @@ def misplace(states):
 MISTAKES = {"leak": leak, "lost gradient": torch.Tensor.detach, "position": misplace}
 
 
-def mutated(kind, number, mistake, trains):
-    """A model of eight layers, one of which is wrong about flat rows, in one mode only."""
+def mutated(kind, number, mistake, trains, least=20):
+    """A model of eight layers, one of which is wrong about flat rows of so many tokens, in one mode only."""
     model_type, options = KINDS[kind]
     make = tiny_model if kind == "recurrent" else make_model
     model = with_head(make(model_type, seed=SEED, num_hidden_layers=8, **options))
@@ -44,7 +44,7 @@ def mutated(kind, number, mistake, trains):
     def wrong(states, *args, **kwargs):
         output = forward(states, *args, **kwargs)
         # The check has the layers that carry state train in evaluation mode, but not those around them
-        if layer.training != trains or states.size(0) > 1 or states.size(1) < 20:
+        if layer.training != trains or states.size(0) > 1 or states.size(1) < least:
             return output
         return MISTAKES[mistake](output)
 
@@ -63,6 +63,35 @@ def test_a_mistake_in_one_layer_is_found(kind, trains, mistake, number):
     model = mutated(kind, number, mistake, trains)
     with pytest.raises(UnprovenModelError):
         proven(model, fallback=False)
+
+
+@pytest.mark.parametrize("least", [128, 500])
+@pytest.mark.parametrize("mistake", ["leak", "position"])
+@pytest.mark.parametrize("no_gradients", ["", "the engine computes whole backward passes only"])
+def test_a_mistake_in_long_rows_is_found_in_evaluation_mode_and_where_an_engine_gives_no_gradients(
+    no_gradients, mistake, least
+):
+    """References of adapters that are computed ahead are answers in evaluation mode, and so is `eval_loss`."""
+    model = mutated("full", SEED % 8, mistake, trains=False, least=least)
+    with pytest.raises(UnprovenModelError, match="in evaluation mode"):
+        prove(model, choose_route(model), fallback=False, no_gradients=no_gradients)
+    result, _ = prove(with_head(make_model()), choose_route(model), fallback=False, no_gradients=no_gradients)
+    assert result.tried.length > 500
+    assert len(result.not_compared) == bool(no_gradients)
+
+
+def test_rows_that_fail_alone_in_evaluation_mode_are_no_reason_to_refuse_training():
+    model = with_head(make_model())
+    forward = model.forward
+
+    def fails(*args, **kwargs):
+        if not model.training and kwargs["input_ids"].size(1) > 50:
+            raise ValueError("too many tokens for inference")
+        return forward(*args, **kwargs)
+
+    model.forward = fails
+    result, _ = prove(model, choose_route(model), call=fails, fallback=False)
+    assert "in evaluation mode were not compared, because a row alone raises ValueError: too many" in str(result)
 
 
 @pytest.mark.drawn(6)

@@ -311,16 +311,24 @@ def off_on_flat_batches(model, often):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "often", "passes"),
-    [(torch.bfloat16, 5, True), (torch.bfloat16, 1, False), (torch.bfloat16, 1000, False), (torch.float32, 5, False)],
-    ids=["rounding", "leak", "mistake", "mistake-in-float32"],  # a draw takes five flat batches
+    ("model_type", "dtype", "often", "passes"),
+    [
+        ("mixtral", torch.bfloat16, 5, True),  # a draw takes five flat batches
+        ("mixtral", torch.float32, 5, True),
+        ("llama", torch.bfloat16, 5, True),
+        ("llama", torch.float32, 5, False),
+        ("mixtral", torch.bfloat16, 1, False),
+        ("mixtral", torch.bfloat16, 1000, False),
+        ("mixtral", torch.float32, 1000, False),
+    ],
+    ids=["rounding", "in-float32", "of-sums", "mistake-in-float32", "leak", "mistake", "mistake-of-experts"],
 )
-def test_only_what_happens_again_with_other_tokens_counts_in_low_precision(dtype, often, passes):
+def test_only_what_happens_again_with_other_tokens_counts_where_rounding_decides(model_type, dtype, often, passes):
     """
-    A token that rounding sends to another expert is no mistake, if it goes there whatever stands in other rows. In
-    float32 it is no rounding.
+    A token that rounding sends to another expert, in any precision, is no mistake, if it goes there whatever stands in
+    other rows. In float32 and without experts, it is no rounding.
     """
-    model = make("mixtral", dtype=dtype)
+    model = make(model_type, dtype=dtype)
     route, call = choose_route(model), off_on_flat_batches(model, often)
     with nullcontext() if passes else pytest.raises(UnprovenModelError):
         result, failed = prove(model, route.without_sharing(), fallback=False, call=call)
@@ -389,11 +397,14 @@ def test_check_restores_the_random_state_of_a_model_that_draws():
 
 
 def test_check_costs_a_few_thousand_tokens():
-    """About one micro-batch of ordinary length, forward and backward: around 1 % of a run of a hundred of them."""
+    """
+    About one micro-batch of ordinary length, forward and backward, and forward once more in evaluation mode: around 1 %
+    of a run of a hundred of them.
+    """
     model, tokens = make(), []
     model.get_input_embeddings().register_forward_pre_hook(lambda module, args: tokens.append(args[0].numel()))
     proven(model)
-    assert sum(tokens) < 7 * 512
+    assert sum(tokens) < 11 * 512
 
 
 # --- What it does about it -----------------------------------------------------------------------------------------

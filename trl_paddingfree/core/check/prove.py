@@ -256,6 +256,23 @@ def draws_of(model: PreTrainedModel) -> int:
     return _DRAWS_IF_ROUNDING_DECIDES if chooses or rounding_unit(model) > torch.finfo(torch.float32).eps else 1
 
 
+def _with_evaluation(result: CheckResult, evaluated: Verdict) -> CheckResult:
+    """What was found of a model in training, with what it answers to long rows in evaluation mode."""
+    trained = result.gradients or Verdict()
+    where = "in evaluation mode"
+    if evaluated.unmendable or evaluated.skipped:  # where rows alone fail, too
+        note = f"answers on long rows {where} were not compared, because {evaluated.skipped or evaluated.failure}"
+        return replace(result, gradients=replace(trained, notes=(*trained.notes, note)))
+    if evaluated.failure:
+        return replace(result, failure=f"{evaluated.failure}, {where}")
+    if not evaluated.passed:
+        return replace(result, gradients=replace(evaluated, worst=f"{evaluated.worst} {where}"))
+    if trained.skipped:  # nothing else has told of long rows
+        trained = replace(trained, notes=tuple(dict.fromkeys([*trained.notes, *evaluated.notes])))
+        return replace(result, gradients=trained, tried=evaluated.tried)
+    return result
+
+
 def _told(
     tell: Tell,
     route: str,
@@ -305,7 +322,7 @@ def prove(
         agree (`Callable[[bool], bool]`, *optional*):
             As for [`check_flat`].
         trains (`bool`, *optional*, defaults to `True`):
-            Whether the model gets gradients. If not, answers on long rows are compared instead.
+            Whether the model gets gradients. If not, answers on long rows are compared instead; if so, also these.
         no_gradients (`str`, *optional*, defaults to `""`):
             Why gradients cannot be compared. If given, nothing is differentiated, and the result has this reason.
         tell (`Callable[[str], None]`, *optional*):
@@ -318,14 +335,20 @@ def prove(
     draws = draws_of(model)
     reference = cache(partial(RowsAlone, model, call))
     in_training = cache(partial(RowsInTraining, model, call, trains=trains))
+    in_evaluation = cache(partial(RowsInTraining, model, call, trains=False))
     failed: list[CheckResult] = []
     for candidate in routes_to_try(model, route, fallback=fallback) if routes is None else routes:
         for draw in range(draws):
             again = f" (draw {draw + 1} of at most {draws})" if draw else ""
             alone, trained = _told(tell, f"{candidate}{again}", draw, reference, in_training, trains)
             result = check_flat(model, candidate, alone, None if no_gradients else trained, agree)
+            if no_gradients:
+                result = replace(result, gradients=Verdict(skipped=no_gradients))
+            if trains and agree(result.passed):
+                evaluated = check_gradients(model, partial(in_evaluation, draw), candidate.prefix_sharing)
+                result = _with_evaluation(result, evaluated)
             if agree(result.passed):
-                return replace(result, gradients=Verdict(skipped=no_gradients)) if no_gradients else result, failed
+                return result, failed
             if result.gradients and result.gradients.unmendable:
                 raise UnprovenModelError(
                     f"{type(model).__name__} cannot be trained as it is loaded, with padding or without: "
