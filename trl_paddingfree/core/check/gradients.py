@@ -83,7 +83,7 @@ class RowsInTraining:
     and the gradients of their losses. With `trains=False`, only log-probabilities, in evaluation mode. `every_layer`
     says whether all layers run; by default, they do in small models. `scores_all` is for comparing flat batches with
     each other: rows alone are not computed, and all rows of a prefix are scored on it, because in narrow windows, the
-    gradients of some tokens would otherwise nearly vanish.
+    gradients of some tokens would otherwise nearly vanish. A longer flat row comes in two `orders`, or in one.
     """
 
     unseen: tuple[str, ...] = ()  # why gradients at the embeddings cannot be compared
@@ -98,9 +98,10 @@ class RowsInTraining:
         trains: bool = True,
         every_layer: bool | None = None,
         scores_all: bool = False,
+        orders: int = 2,
     ):
         self.model, self.call, self.trains = model, model if call is None else call, trains
-        self.every_layer, self.unit = every_layer, probe.rounding_unit(model)
+        self.every_layer, self.unit, self.orders = every_layer, probe.rounding_unit(model), orders
         longest_limit, longest_flat = _LONGEST[model.device.type != "cpu"]
         config, positions = vars(model.config.get_text_config()), architecture.position_limits(model)
         limits = {name: x for name in _BUILT_WITH if isinstance(x := config.get(name), int) and x > 0}
@@ -259,7 +260,7 @@ class RowsInTraining:
         verdicts, notes = list[Verdict](), self.notes[:0]
         is_low = self.unit > torch.finfo(torch.float32).eps
         least = math.inf if is_low else max(NOISE_FACTOR * self.unit, _LEAST_MISTAKE)
-        for order in (cuts, cuts[::-1]):
+        for order in (cuts, cuts[::-1])[: self.orders]:
 
             def answers(log_probs: torch.Tensor, order: Sequence[tuple[int, int]] = order) -> Values:
                 return {f"answers on {where}": torch.cat([log_probs[i, : n - 1] for i, n in order])}

@@ -335,7 +335,8 @@ def prove(
     draws = draws_of(model)
     reference = cache(partial(RowsAlone, model, call))
     in_training = cache(partial(RowsInTraining, model, call, trains=trains))
-    in_evaluation = cache(partial(RowsInTraining, model, call, trains=False))
+    # After training mode, one order is enough
+    in_evaluation = cache(partial(RowsInTraining, model, call, trains=False, orders=2 if no_gradients else 1))
     failed: list[CheckResult] = []
     for candidate in routes_to_try(model, route, fallback=fallback) if routes is None else routes:
         for draw in range(draws):
