@@ -90,7 +90,8 @@ def refuse_no_padding_token(arguments: Arguments) -> None:
 def refuse_wrong_schedule(config: TrainingArguments, given_optimizer: torch.optim.Optimizer | None) -> None:
     """
     Refuse arguments that the schedule of the learning rate does not take, and one that lacks some: transformers makes
-    it once training begins. Here it is made for an optimizer of two numbers, with as many groups as that of training.
+    it once training begins. Here it is made for an optimizer of a few numbers, with the groups and the learning rate of
+    the one that trains.
     """
     if config.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         return  # its configuration may have a schedule of its own

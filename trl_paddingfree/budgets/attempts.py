@@ -130,7 +130,7 @@ def why_not_again(planner: MemoryPlanner) -> str:
             f"{what}, and resume from the last checkpoint."
         )
     hooks = (hook for p in planner.flat_model.model.parameters() for hook in upstream.hooks_after_accumulation(p))
-    if any(hook.__module__ != __name__ for hook in hooks):  # others than ours of an attempt before
+    if any(getattr(hook, "__module__", None) != __name__ for hook in hooks):  # others than ours of an attempt before
         return (
             "A hook of yours gets gradients as soon as they are accumulated, and may have used those of this "
             f"micro-batch, which can therefore not be computed again. Leave the hook out, or lower {what}."

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -312,17 +312,21 @@ class Rows:
                             total.index_add_(0, places, own)
         return None if wider and fails else Pass(answers, at_tokens)
 
+    def _has_rows(self, value: object) -> bool:
+        """Whether an argument of the call has an entry for each token of each row."""
+        return torch.is_tensor(value) and value.ndim > 1 and value.shape[:2] == self.mask.shape
+
     def side_by_side(self, flat: Pass) -> Pass | None:
         """
         The rows as padded training computes them, as many at a time as take no more tokens than the flat batch, or the
-        largest slice of it. On accelerators, matrices of like size may round alike, whatever their width: those of
-        single rows, unlike those of the flat batch. No pass if it fails, or if rows have images.
+        largest slice of it. On accelerators, kernels follow the number of tokens: single rows may round alike however
+        they are padded, and unlike the flat batch. No pass if it fails, or if rows have images.
         """
-        if self.batch.hooks:
+        if self.largest(bool(self.batch.hooks)):  # of images
             return None
-        number, width = self.mask.shape
         with torch.set_grad_enabled(self.trains):
             sizes = np.diff(self.flat_model.begin_pass(self.batch).schedule.cuts)
+        number, width = self.mask.shape
         together = max(int(sizes.max(initial=0) or self.batch.input_ids.size(1)) // width, 1)
         groups = [[*range(i, min(i + together, number))] for i in range(0, number, together)]
         answers = torch.zeros_like(flat.answers)
@@ -332,17 +336,13 @@ class Rows:
         if inputs.get("position_ids") is None and not self.mask[:, 0].all():  # padding on the left counts
             inputs["position_ids"] = torch.where(real, self.batch.position_ids[0][self.batch.row_index], 0)
 
-        def cut(value: Any, rows: list[int]) -> Any:
-            is_of_rows = torch.is_tensor(value) and value.ndim > 1 and value.shape[:2] == (number, width)
-            return value[rows] if is_of_rows else value
-
         with attributes_set([(self.flat_model, "flatten", None)]):  # padded rows are not made flat
             for i in range(self.largest(len(groups))):
                 rows = groups[min(i, len(groups) - 1)]  # processes with fewer repeat the last ones
                 scored = [
                     (place, row, 0) for place, row in enumerate(rows) if any(row in half for half in self.compared)
                 ]
-                given = {name: cut(value, rows) for name, value in inputs.items()}
+                given = {name: x[rows] if self._has_rows(x) else x for name, x in inputs.items()}
                 found = self.tried(partial(self._computed, given, scored, None, real[rows]))
                 if isinstance(found, str):
                     return None
@@ -361,13 +361,12 @@ class Rows:
         start, stop = int(columns[0]), int(columns[-1]) + 1
         config = self.flat_model.model.config.get_text_config()
         fill = {"input_ids": architecture.config_value(config, "pad_token_id") or 0, "labels": IGNORE_INDEX}
-        number, width = self.mask.shape
         if architecture.rotary_limits(config):  # frequencies follow the longest row
             wider += max(self.reach - (stop - start), 0)
             fill["position_ids"] = self.reach - 1
 
         def cut(name, value):
-            if not torch.is_tensor(value) or value.ndim < 2 or value.shape[:2] != (number, width):
+            if not self._has_rows(value):
                 return value
             value = value[row : row + 1, start:stop]
             return torch.nn.functional.pad(value, [0, wider], value=fill.get(name, 0)) if wider else value
