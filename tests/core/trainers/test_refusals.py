@@ -86,8 +86,8 @@ REFUSED = {
     ),
     "a tokenizer's name": ("dpo", {"processing_class": "gpt2"}, "must be either a `PreTrainedTokenizer"),
     **{
-        name: ("dpo", {"accelerator_config": {name: True}}, f"`accelerator_config={{'{name}': True}}` cuts batches")
-        for name in ("dispatch_batches", "split_batches")
+        name: ("dpo", {"accelerator_config": {name: True}}, f"`accelerator_config={{'{name}': True}}` {reason}")
+        for name, reason in (("dispatch_batches", "cuts batches"), ("split_batches", "divides `per_device_train"))
     },
     **{
         name: ("dpo", {"parallelism_config": ParallelismConfig(**{name: 2})}, f"`{name}=2`: .* Set `{name}=1`")

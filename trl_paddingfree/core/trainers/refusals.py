@@ -44,11 +44,14 @@ def refuse_unflattenable(arguments: Arguments) -> None:
             )
     # With a stream, TRL itself handles `dispatch_batches`
     is_stream = isinstance(arguments.get("train_dataset"), IterableDataset)
-    for option in ("split_batches",) if is_stream else ("dispatch_batches", "split_batches"):
-        if vars(config.accelerator_config)[option]:
+    for option, reason in (
+        ("dispatch_batches", "cuts batches along their first dimension, which a flat batch does not have"),
+        ("split_batches", "divides `per_device_train_batch_size` among processes, of which each counts on it"),
+    ):
+        if vars(config.accelerator_config)[option] and not (is_stream and option == "dispatch_batches"):
             raise ValueError(
-                f"`accelerator_config={{'{option}': True}}` cuts batches along their first dimension, which a flat "
-                f"batch does not have. Leave `{option}` out, or set `padding_free=False`."
+                f"`accelerator_config={{'{option}': True}}` {reason}. Leave `{option}` out, or set "
+                "`padding_free=False`."
             )
     if config.per_device_train_batch_size == 1 and isinstance(config, SFTConfig) and not config.packing:
         logger.warning(
