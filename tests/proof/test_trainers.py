@@ -1,6 +1,7 @@
 """Trainers look at batches that they train on: the same bits as without, and an error at the first mistake."""
 
 import json
+import math
 import re
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -12,12 +13,13 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from tests.helpers.architectures import tiny_model
+from tests.helpers.architectures import tiny_model, with_head
 from tests.helpers.tiny import DATA, arguments, following_rotary, make_model, preference_data
 from tests.runs import make_trainer, train
-from trl_paddingfree import PaddingFreeDPOConfig, PaddingFreeSFTTrainer, UnprovenModelError
+from trl_paddingfree import FlatBatch, FlatModel, PaddingFreeDPOConfig, PaddingFreeSFTTrainer, UnprovenModelError
+from trl_paddingfree.core.model.routes import choose_route
 from trl_paddingfree.proof.certificate import Certificate
-from trl_paddingfree.proof.look import Rows
+from trl_paddingfree.proof.look import Rows, look
 from trl_paddingfree.registry import TRAINERS
 
 # Rounding of answers and gradients of these models in float32: sums over at most a few hundred terms
@@ -131,6 +133,17 @@ def test_a_mistake_ends_training_before_anything_is_learnt_of_it(task, tmp_path)
     assert not any(parameter.grad is not None for parameter in trainer.model.parameters())
 
 
+def flat_rows(**options):
+    """Padded rows, their flat batch, and a model that computes it."""
+    model = with_head(make_model(**options)).train()
+    FlatModel.install(model, choose_route(model))
+    ids = torch.randint(5, 60, (6, 12), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(12) < torch.tensor([12, 9, 11, 5, 12, 7])[:, None]).long()
+    rows = {"input_ids": ids * mask, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    batch = FlatBatch.from_padded(rows["input_ids"], mask, rows["labels"])
+    return {**rows, "fused_lm_head": True}, batch, model
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_mistake_ends_training_though_a_step_catches_its_error(accumulation):
     """As guards do that skip what fails: neither the micro-batches after it nor later steps are learnt from."""
@@ -181,6 +194,37 @@ def test_rounding_that_follows_the_size_of_matrices_is_no_mistake():
         mlp.forward = rounding
         with nullcontext() if sizes else pytest.raises(UnprovenModelError):
             trainer.train()
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_gradients_of_a_flat_batch_that_are_not_finite_in_float16(value):
+    """What a smaller scale mends has overflown, and is named. What it does not is a mistake."""
+    rows, batch, model = flat_rows(dtype=torch.float16)
+    hidden = model.base_model.layers[0].mlp
+    forward = hidden.forward
+
+    def wrong(states):
+        found = forward(states)
+        if states.size(0) == 1 and states.size(1) > 20 and found.requires_grad:
+            least = 0 if math.isnan(value) else 1  # above which it does not fit
+            found.register_hook(lambda x: x.masked_fill(x.abs() > least, value))
+        return found
+
+    hidden.forward = wrong
+    looked = look(Rows(FlatModel.of(model), model, rows, batch))
+    assert looked.agreed == (not math.isnan(value))
+    if looked.agreed:
+        assert "too large for float16" in str(looked.verdict)
+    else:
+        assert "not finite" in looked.verdict.failure
+
+
+def test_other_tokens_are_tried_in_the_same_rows():
+    """In float32, half of the rows is scored: what is off in one of them has to recur there."""
+    rows, batch, model = flat_rows()
+    for seed in range(8):
+        first = Rows(FlatModel.of(model), model, rows, batch, seed=seed)
+        assert all(first.with_other_tokens(draw).halves == first.halves for draw in (1, 2))
 
 
 def test_mismatched_rows_of_kto_are_compared():

@@ -99,7 +99,8 @@ def refuse_wrong_schedule(config: TrainingArguments, given_optimizer: torch.opti
     given: Any = config.lr_scheduler_kwargs  # transformers has parsed a string
     groups, rate = 2, config.learning_rate  # of weights that decay and others
     if given_optimizer is not None:
-        groups, rate = len(given_optimizer.param_groups), given_optimizer.defaults.get("lr", rate)
+        defaults = getattr(given_optimizer, "defaults", {})  # which wrappers may lack
+        groups, rate = len(given_optimizer.param_groups), defaults.get("lr", rate)
     optimizer = torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in range(groups)], lr=rate)
     try:
         get_scheduler(name, optimizer, num_warmup_steps=0, num_training_steps=1, scheduler_specific_kwargs=given)

@@ -43,11 +43,11 @@ class PeakMemory:
 
     @property
     def held(self) -> int:
-        """Bytes that tensors hold now on an accelerator; 0 on the CPU, where they are not counted."""
+        """Bytes that tensors hold now on an accelerator; 0 on the CPU and MPS, where they are not counted."""
         return torch.accelerator.memory_allocated(self.device) if self.can_reset else 0
 
     def begin(self) -> int:
-        """Reset the peak and return the bytes that tensors hold now; 0 on the CPU, whose peak cannot be reset."""
+        """Reset the peak, and return the bytes that tensors hold now; 0 on the CPU and MPS, which reset none."""
         if not self.can_reset:
             return 0
         held, self.before = self.held, self.highest

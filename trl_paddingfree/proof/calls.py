@@ -33,7 +33,7 @@ class LooksAtCalls:
     def __init__(self, flat_model: FlatModel, every: int):
         self.flat_model, self.every = flat_model, every
         self.calls = 0  # with gradients, so far
-        self.mistake: UnprovenModelError | None = None  # that a look has found, whoever has caught it
+        self.mistake = ""  # that a look has found, in words, whoever has caught its error
         self.found = Certificate()
 
     def __call__(
@@ -50,8 +50,7 @@ class LooksAtCalls:
         model, calls = self.flat_model.model, self.flat_model.padded
         if not (model.training and torch.is_grad_enabled()):
             return
-        if self.mistake is not None:
-            raise self.mistake
+        self._refuse_to_go_on()
         self.calls += 1
         if (self.calls - 1) % self.every:
             return
@@ -84,8 +83,11 @@ class LooksAtCalls:
             of_what=f"training call {self.calls:,}",
             advice="Leave the call of `padding_free` out to train with padding. Nothing was learnt from this call.",
         )
-        if self.mistake is not None:
-            raise self.mistake
+        self._refuse_to_go_on()
+
+    def _refuse_to_go_on(self) -> None:
+        if self.mistake:
+            raise UnprovenModelError(self.mistake)
 
 
 def _with_positions(forward: Callable[..., Any], inputs: Inputs, batch: FlatBatch) -> Inputs:

@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 import torch
 from transformers.utils import logging
 
-from ..core.check.prove import UnprovenModelError
 from ..core.model.flat_model import FlatModel
 from .look import Looked
 
@@ -98,16 +97,14 @@ def _rows(numbers: list[int]) -> str:
     return f"row{'s' * several} {', '.join(map(str, sorted(numbers)))} {'were' if several else 'was'}"
 
 
-def conclude(
-    flat_model: FlatModel, looked: Looked, messages: list[str], *, by: str, of_what: str, advice: str
-) -> UnprovenModelError | None:
+def conclude(flat_model: FlatModel, looked: Looked, messages: list[str], *, by: str, of_what: str, advice: str) -> str:
     """
-    Log the `messages` of [`Certificate.add`] on a look at `of_what`, and return an error, with what to do, if any
-    process has found a mistake.
+    Log the `messages` of [`Certificate.add`] on a look at `of_what`. Returns what ends training, with what to do, if
+    any process has found a mistake; else, an empty string.
     """
     for message in messages:
         logger.warning(f"{by}: of {of_what}, {message}.")
-    return None if looked.agreed else UnprovenModelError(f"{_explained(flat_model, looked, of_what)} {advice}")
+    return "" if looked.agreed else f"{_explained(flat_model, looked, of_what)} {advice}"
 
 
 def _explained(flat_model: FlatModel, looked: Looked, of_what: str) -> str:

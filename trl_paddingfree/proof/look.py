@@ -48,6 +48,8 @@ _LEAST_NORM = 0.01
 _SEEDS = 2**40
 # How often the passes of a model that draws numbers are repeated where something is off: chance may repeat itself
 _REPEATED = 3
+# The scale at which gradients are computed once more that overflow in float16
+_SMALLER = 2.0**-16
 # By how many tokens rows are padded where rounding is measured: at another width, kernels round differently
 _WIDER = (5, 8)
 
@@ -172,6 +174,7 @@ class Rows:
     seed: int = 0
     pooled: bool | None = None
     largest: Callable[[int], int] = int
+    scale: float = field(default=1.0, init=False)  # of the sum that is differentiated
     in_slices: set[int] = field(default_factory=set, init=False)  # rows alone that a budget has computed in slices
     left_out: dict[int, str] = field(default_factory=dict, init=False)  # that cannot be computed alone, and why
 
@@ -205,9 +208,10 @@ class Rows:
         if not self.is_pooled and (labels := self.inputs.get("labels")) is not None:
             has_any = (labels[:, 1:] != IGNORE_INDEX).any(1).cpu().numpy()
         rows = np.array([row for row in self.numbers if has_any[row]], int)
-        rng = np.random.default_rng(self.seed)
+        seed = self.seed % _SEEDS  # the same rows with other tokens: what is off has to recur in one of them
+        rng = np.random.default_rng(seed)
         is_first = np.arange(len(rows)) % 2 == 0
-        if not self.is_low or (self.seed and rng.random() < 0.5):
+        if not self.is_low or (seed and rng.random() < 0.5):
             rng.shuffle(is_first)
         first, second = rows[is_first].tolist(), rows[~is_first].tolist()
         if not (self.trains and not self.skipped and self.is_low and self.largest(len(second))):
@@ -320,9 +324,10 @@ class Rows:
         """
         The rows as padded training computes them, as many at a time as take no more tokens than the flat batch, or the
         largest slice of it. On accelerators, kernels follow the number of tokens: single rows may round alike however
-        they are padded, and unlike the flat batch. No pass if it fails, or if rows have images.
+        they are padded, and unlike the flat batch. No pass if it fails, if rows have images, or if several processes
+        compute the batch, whose memory one of them alone lacks.
         """
-        if self.largest(bool(self.batch.hooks)):  # of images
+        if self.flat_model.peers.name or self.largest(bool(self.batch.hooks)):  # of images
             return None
         with torch.set_grad_enabled(self.trains):
             sizes = np.diff(self.flat_model.begin_pass(self.batch).schedule.cuts)
@@ -421,7 +426,7 @@ class Rows:
                 return Pass(answers.detach().double(), answers.new_empty(0, 0))
             with outside_autocast(model):
                 weighted = [self.weighted(answers[place], row, start) for place, row, start in scored]
-                loss = torch.stack(weighted).sum() * scale_of(model)
+                loss = torch.stack(weighted).sum() * scale_of(model) * self.scale
                 length = inputs["input_ids"].size(1)
                 at_tokens, *_ = gradients_at_tokens(model, embedded, loss, length, batch)
         assert at_tokens is not None
@@ -510,12 +515,16 @@ def _found(rows: Rows) -> tuple[Verdict, Sizes | None]:
         if isinstance(without, str):
             return _not_again(without), None
         flat = without
+    if compute_dtype(model) == torch.float16 and rows.largest(not flat.at_tokens.isfinite().all()):
+        with attributes_set([(rows, "scale", _SMALLER)]):
+            smaller = rows.tried(rows.flat)
+        if not isinstance(smaller, str) and not rows.largest(not smaller.at_tokens.isfinite().all()):
+            # Of rows that share tokens, they are the sum. Training, too, would scale the loss down
+            rows.skipped = "those of the flat batch are too large for float16"
+            flat, expected = (Pass(each.answers, each.at_tokens.new_empty(0, 0)) for each in (flat, expected))
     with outside_autocast(model):
         if not all(values.isfinite().all() for values in expected):
             found: tuple[Verdict, Sizes | None] = Verdict(skipped="those of a row alone are not finite"), None
-        elif compute_dtype(model) == torch.float16 and not flat.at_tokens.isfinite().all():
-            # Of rows that share tokens, they are the sum. Where training meets it, it scales the loss down
-            found = Verdict(skipped="gradients of the flat batch are too large for float16"), None
         elif len(rows.left_out) == len(rows.numbers):
             found = Verdict(skipped="no row could be computed alone"), None
         else:

@@ -38,14 +38,14 @@ class Looks(TrainerCallback, ExportableState):
         self.forwards: list[Change] = []  # of models, which distillation replaces for the time of a call
         self.seen: set[tuple[int, bool, bool]] = set()  # which calls of the current step it has looked at
         self.is_looking = False  # within a look, which calls the models, too
-        self.mistake: UnprovenModelError | None = None  # that a look has found, whoever has caught it
+        self.mistake = ""  # that a look has found, in words, whoever has caught its error
 
     def state(self) -> dict[str, Any]:
         """What is saved with a checkpoint."""
         return {"args": {}, "attributes": asdict(self.found)}
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.is_first, self.mistake = True, None
+        self.is_first, self.mistake = True, ""
         # Runs that looked at nothing leave none in their checkpoints, and transformers saves to what it finds
         resumed = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if state.global_step:
@@ -75,8 +75,8 @@ class Looks(TrainerCallback, ExportableState):
 
     def refuse_to_go_on(self) -> None:
         """Raise the mistake that a look has found, again if a `training_step` of the user's has caught it."""
-        if self.mistake is not None:
-            raise self.mistake
+        if self.mistake:
+            raise UnprovenModelError(self.mistake)
 
     def on_substep_end(self, args, state, control, **kwargs):
         self.forget()  # the first micro-batch of a step is enough

@@ -154,7 +154,7 @@ def found_together(find: Callable[[], str | bool | None]) -> str | bool | None:
     found, refused = None, None
     try:
         found = find()
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # of what is there, or of what may not be read
         refused = error
     names = gather_object([None if refused else Path(str(found)).name])
     if refused is not None:

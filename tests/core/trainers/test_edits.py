@@ -19,7 +19,7 @@ from tests.helpers.folders import skip_without
 from tests.helpers.random_draws import MODEL_TYPES
 from tests.helpers.tiny import DATA, ROUTED, SEED, make_model
 from tests.runs import LAYOUTS, PER_MICRO_BATCH, assert_same, make_trainer, run, train
-from trl_paddingfree import FlatBatch, LanguageModelingCollator, PaddingFreeSFTTrainer, PreferenceCollator
+from trl_paddingfree import FlatBatch, FlatCollator, LanguageModelingCollator, PaddingFreeSFTTrainer, PreferenceCollator
 from trl_paddingfree.core.model.edits import EditedRowsError, edits
 from trl_paddingfree.registry import TRAINERS
 
@@ -257,6 +257,16 @@ def test_an_attribute_reaches_the_collator_whose_rows_are_made_flat():
     assert ours([pair])["input_ids"].tolist() == [[1, 2], [1, 2]]
     assert (own.calls, own.seen, own.rate, own.epoch) == (2, 0.25, 0.25, 3)
     assert not hasattr(own, "prefix_sharing")
+
+    class Between(DataCollatorForPreference):
+        pass
+
+    class OfBetween(FlatCollator, Between):
+        pass
+
+    of_between = OfBetween.of(Own(pad_token_id=0))
+    of_between.max_length, of_between.keeps_rows = 3, True
+    assert (of_between.collate.max_length, hasattr(of_between.collate, "keeps_rows")) == (3, False)
 
 
 @pytest.mark.parametrize("kind", ["transform", "stream"])

@@ -35,6 +35,7 @@ from .training import raise_if_others_wait
 # In low precision, and where routers choose among experts, rounding may send a token to another one, flat but not
 # padded: a large error, but no mistake. It does not recur with other tokens; a mistake does
 _DRAWS_IF_ROUNDING_DECIDES = 3
+_IN_EVALUATION = "in evaluation mode"
 
 Agree = Callable[[bool], bool]  # tells whether a verdict is true on all processes
 Tell = Callable[[str], None]  # gets each step of the check, in words, before it starts
@@ -120,7 +121,10 @@ class CheckResult:
     def __str__(self) -> str:
         if self.failure:
             return f"{self.route}: {self.failure}"
-        trained = f"; {'in training, ' * bool(self.gradients.failure)}{self.gradients}" if self.gradients else ""
+        trained = ""
+        if self.gradients:
+            failure = self.gradients.failure
+            trained = f"; {'in training, ' * bool(failure and _IN_EVALUATION not in failure)}{self.gradients}"
         if self.passed:
             trained += f"; smallest detectable error {self.smallest_mistake:.0e} of one context token's effect"
         leak = f"leak between sequences {self.leak:.1e}" if self.leak else "no leak between sequences"
@@ -189,8 +193,8 @@ def compare_rows(
 def why_refused(model: PreTrainedModel, failed: list[CheckResult]) -> list[str]:
     """Why flat batches of `model` fail, in sentences for the error; `failed` is what was found on each route."""
     in_training = [result.gradients.reason for result in failed if result.gradients]
-    if reasons := [f"As it trains, {reason.rstrip('.')}." for reason in dict.fromkeys(in_training) if reason]:
-        return reasons
+    if in_training := [reason.rstrip(".") for reason in dict.fromkeys(in_training) if reason]:
+        return [f"{'The check found that ' if _IN_EVALUATION in x else 'As it trains, '}{x}." for x in in_training]
     if option := FlatModel.peers_of(model).name:
         return [f"It was computed in slices: {option}. Set that to 1."]
     config = vars(model.config.get_text_config())
@@ -259,12 +263,12 @@ def draws_of(model: PreTrainedModel) -> int:
 def _with_evaluation(result: CheckResult, evaluated: Verdict) -> CheckResult:
     """What was found of a model in training, with what it answers to long rows in evaluation mode."""
     trained = result.gradients or Verdict()
-    where = "in evaluation mode"
+    where = _IN_EVALUATION
     if evaluated.unmendable or evaluated.skipped:  # where rows alone fail, too
         note = f"answers on long rows {where} were not compared, because {evaluated.skipped or evaluated.failure}"
         return replace(result, gradients=replace(trained, notes=(*trained.notes, note)))
     if evaluated.failure:
-        return replace(result, failure=f"{evaluated.failure}, {where}")
+        return replace(result, gradients=replace(evaluated, failure=f"{evaluated.failure}, {where}"))
     if not evaluated.passed:
         return replace(result, gradients=replace(evaluated, worst=f"{evaluated.worst} {where}"))
     if trained.skipped:  # nothing else has told of long rows
