@@ -32,7 +32,6 @@ from ..core.model import architecture
 from ..core.model.adapters import why_padded
 from ..core.model.flat_model import UNCOMPILED, FlatModel
 from ..core.model.forward import is_pooled
-from ..core.model.peers import Alone
 from ..core.model.restored import attributes_set
 from ..core.model.routes import choose_route
 from .calls import STATES, PaddedCalls
@@ -136,7 +135,7 @@ def padding_free(
     if record is not None and not {"unknown", *_KINDS} <= record.facts.keys():  # a foreign file
         record = None
     flat = FlatModel.install(base, route if record is None else record.results[0].route)
-    flat.hooks, flat.peers = (), Alone()  # a trainer may have added its own
+    flat.alone()
     calls = PaddedCalls.install(flat)
     calls.looks = None
     if not check:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core import upstream
 from ..core.data.lengths import example_tokens, row_lengths
 from ..core.trainers.engine import is_sharded, zero_stage
 from ..coupling import may_couple
@@ -19,6 +18,7 @@ from .device import budget_bytes
 from .kept_bytes import KeptBytes, count_kept_bytes
 from .needs import MemoryNeeds, fixed_bytes, tensor_bytes
 from .planner import MemoryPlanner
+from .refusals import is_reentrant
 
 
 def make_planner(trainer: Any) -> MemoryPlanner:
@@ -34,7 +34,7 @@ def make_planner(trainer: Any) -> MemoryPlanner:
         flat.peak_memory,
         limit=flat.options.max_tokens_per_micro_batch,
         option=option,
-        is_reentrant=upstream.is_reentrant(args) and (option is not None or args.gradient_checkpointing),
+        is_reentrant=is_reentrant(flat.options, args),
         measures=args.skip_memory_metrics,  # else transformers reads the peak since training began
     )
     if option is None:

@@ -46,13 +46,18 @@ def refuse_beside_budget(options: PaddingFreeOptions, config: TrainingArguments)
             )
 
 
+def is_reentrant(options: PaddingFreeOptions, config: TrainingArguments) -> bool:
+    """Whether layers recompute by reentrant checkpoints: a memory budget has them recompute, whatever is set."""
+    recomputes = options.memory_budget is not None or bool(config.gradient_checkpointing)
+    return recomputes and upstream.is_reentrant(config)
+
+
 def refuse_lost_router_loss(options: PaddingFreeOptions, config: TrainingArguments, reasons: list[str]) -> None:
     """
     Refuse reentrant checkpoints under a budget if routers have a loss: `reasons` are the options that give them one.
     Such checkpoints lose the gradients of router logits, and the budget decides which layers are checkpointed.
     """
-    recomputes = options.memory_budget is not None or (options.has_budget and config.gradient_checkpointing)
-    if recomputes and upstream.is_reentrant(config) and reasons:
+    if options.has_budget and is_reentrant(options, config) and reasons:
         raise ValueError(
             f"`gradient_checkpointing_kwargs={{'use_reentrant': True}}` cannot be combined with {reasons[0]} and "
             "`memory_budget` or `max_tokens_per_micro_batch`: layers that recompute this way lose gradients of the "

@@ -106,6 +106,12 @@ class Pass(NamedTuple):
     at_tokens: torch.Tensor  # (H, T, D) of each half, gradients at the embeddings; empty if nothing was differentiated
 
 
+def _nothing(flat: Pass) -> Pass:
+    """A pass in the shape of a flat one, with zeros that gradients of its rows can be added to."""
+    dtype = torch.promote_types(flat.at_tokens.dtype, torch.float32)
+    return Pass(torch.zeros_like(flat.answers), torch.zeros_like(flat.at_tokens, dtype=dtype))
+
+
 @dataclass(frozen=True)
 class Looked:
     """
@@ -296,8 +302,7 @@ class Rows:
         The gradients of rows that share a token add up. Rows that cannot be computed are noted as left out; if only
         padding makes one fail, there is no pass.
         """
-        fails, answers, at_tokens = False, torch.zeros_like(flat.answers), torch.zeros_like(flat.at_tokens)
-        at_tokens = at_tokens.to(torch.promote_types(at_tokens.dtype, torch.float32))
+        fails, (answers, at_tokens) = False, _nothing(flat)
         with attributes_set([(self.flat_model, "flatten", None)]):  # the rows alone are not made flat
             for i in range(self.largest(len(self.numbers))):
                 row = self.numbers[min(i, len(self.numbers) - 1)]  # processes with fewer rows repeat the last one
@@ -310,11 +315,14 @@ class Rows:
                 start = self.start(row)
                 answers[row, start : start + found.answers.size(1)] = found.answers[0].to(answers.device)
                 if found.at_tokens.numel() and i < len(self.numbers):
-                    places, own = self.places[row].to(at_tokens.device), found.at_tokens[0].to(at_tokens)
-                    for half, total in zip(self.halves, at_tokens, strict=True):
-                        if row in half:
-                            total.index_add_(0, places, own)
+                    self._add(row, found.at_tokens[0], at_tokens)
         return None if wider and fails else Pass(answers, at_tokens)
+
+    def _add(self, row: int, own: torch.Tensor, at_tokens: torch.Tensor) -> None:
+        """Add a row's `own` gradients, `(l, D)`, where its tokens are in the halves that have it, `(H, T, D)`."""
+        for half, total in zip(self.halves, at_tokens, strict=True):
+            if row in half:
+                total.index_add_(0, self.places[row].to(total.device), own.to(total))
 
     def _has_rows(self, value: object) -> bool:
         """Whether an argument of the call has an entry for each token of each row."""
@@ -334,8 +342,7 @@ class Rows:
         number, width = self.mask.shape
         together = max(int(sizes.max(initial=0) or self.batch.input_ids.size(1)) // width, 1)
         groups = [[*range(i, min(i + together, number))] for i in range(0, number, together)]
-        answers = torch.zeros_like(flat.answers)
-        at_tokens = torch.zeros_like(flat.at_tokens, dtype=torch.promote_types(flat.at_tokens.dtype, torch.float32))
+        answers, at_tokens = _nothing(flat)
         real = self.batch.row_mask
         inputs = self.inputs | {"attention_mask": real.long()}
         if inputs.get("position_ids") is None and not self.mask[:, 0].all():  # padding on the left counts
@@ -354,10 +361,7 @@ class Rows:
                 answers[rows] = found.answers.to(answers.device)
                 if found.at_tokens.numel() and i < len(groups):
                     for place, row, _ in scored:
-                        own = found.at_tokens[place, real[row]].to(at_tokens)
-                        for half, total in zip(self.compared, at_tokens, strict=True):
-                            if row in half:
-                                total.index_add_(0, self.places[row].to(total.device), own)
+                        self._add(row, found.at_tokens[place, real[row]], at_tokens)
         return Pass(answers, at_tokens)
 
     def _one(self, row: int, wider: int = 0) -> Pass:

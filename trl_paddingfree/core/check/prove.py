@@ -263,14 +263,14 @@ def draws_of(model: PreTrainedModel) -> int:
 def _with_evaluation(result: CheckResult, evaluated: Verdict) -> CheckResult:
     """What was found of a model in training, with what it answers to long rows in evaluation mode."""
     trained = result.gradients or Verdict()
-    where = _IN_EVALUATION
     if evaluated.unmendable or evaluated.skipped:  # where rows alone fail, too
-        note = f"answers on long rows {where} were not compared, because {evaluated.skipped or evaluated.failure}"
+        why = evaluated.skipped or evaluated.failure
+        note = f"answers on long rows {_IN_EVALUATION} were not compared, because {why}"
         return replace(result, gradients=replace(trained, notes=(*trained.notes, note)))
     if evaluated.failure:
-        return replace(result, gradients=replace(evaluated, failure=f"{evaluated.failure}, {where}"))
+        return replace(result, gradients=replace(evaluated, failure=f"{evaluated.failure}, {_IN_EVALUATION}"))
     if not evaluated.passed:
-        return replace(result, gradients=replace(evaluated, worst=f"{evaluated.worst} {where}"))
+        return replace(result, gradients=replace(evaluated, worst=f"{evaluated.worst} {_IN_EVALUATION}"))
     if trained.skipped:  # nothing else has told of long rows
         trained = replace(trained, notes=tuple(dict.fromkeys([*trained.notes, *evaluated.notes])))
         return replace(result, gradients=trained, tried=evaluated.tried)

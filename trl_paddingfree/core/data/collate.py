@@ -96,9 +96,11 @@ class FlatCollator(DataCollatorMixin):
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute, also of the collator whose rows this one makes flat, unless it is an option of ours."""
         super().__setattr__(name, value)
+        if vars(self).get("collate") is None:
+            return
         others = (base for base in type(self).__mro__ if not issubclass(base, FlatCollator))
         of_trl = {option for base in others for option in getattr(base, "__dataclass_fields__", ())}
-        if vars(self).get("collate") is not None and name not in self.__dataclass_fields__.keys() - of_trl:
+        if name not in self.__dataclass_fields__.keys() - of_trl:
             setattr(self.collate, name, value)
 
     def changed(self, **values: Any) -> Self:

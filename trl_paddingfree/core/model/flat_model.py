@@ -81,6 +81,10 @@ class FlatModel:
         # Copies of the model drop what belongs to the trainer
         return {**vars(self), "flatten": None, "peers": Alone(), "hooks": ()}
 
+    def alone(self) -> None:
+        """Drop what an earlier trainer has added to all passes, and the processes that computed with this one."""
+        self.hooks, self.peers = (), Alone()
+
     @classmethod
     def of(cls, model: torch.nn.Module) -> "FlatModel | None":
         """The [`FlatModel`] of a possibly wrapped model; `None` if it has none, or its forward was replaced since."""

@@ -23,7 +23,6 @@ from ..check.verdicts import NoVerdicts, Record, Verdicts
 from ..model.flat_model import ATTRIBUTE, FlatModel
 from ..model.forward import is_pooled
 from ..model.mixers import mixers
-from ..model.peers import Alone
 from ..model.routes import Route, choose_route, routes_to_try, why_not_to_share
 from .configs import PaddingFreeOptions
 from .engine import base_of, zero_stage
@@ -123,7 +122,7 @@ class StartUpCheck:
         """Begin to prove a model on a route: without what an earlier trainer may have added to its passes."""
         # Not by `FlatModel.of`: TRL may have added another head
         if (flat_model := vars(base).get(ATTRIBUTE)) is not None:
-            flat_model.hooks, flat_model.peers = (), Alone()
+            flat_model.alone()
 
     def can_call(self, model: torch.nn.Module) -> bool:
         """Whether `model` has its weights. ZeRO-3 has prepared all models but the trained one by now."""
