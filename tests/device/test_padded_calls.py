@@ -7,7 +7,7 @@ import torch
 
 from tests.anywhere.test_calls import rows, unlabelled
 from tests.helpers.architectures import tiny_model
-from tests.pretend_device import counted_waits
+from tests.pretend_device import counted_waits, without
 from trl_paddingfree import padding_free
 
 # float32, on the same CPU
@@ -50,3 +50,12 @@ def test_a_loss_that_reads_padding_is_told_by_the_next_call_without_a_wait(devic
     with pytest.raises(ValueError, match="The loss reads what the model answers at padding"):
         model(**given)
     model(**given)  # it is told once of each loss
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_a_device_without_float64_is_proven(name, device):
+    with without(torch.float64):
+        called(
+            padding_free(tiny_model(name, use_cache=False).to(device)),
+            {x: y.to(device) for x, y in rows("right").items()},
+        )

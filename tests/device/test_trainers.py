@@ -21,6 +21,7 @@ from tests.helpers.random_draws import draw
 from tests.helpers.reference_flash import half_flash_func, reference_flash, varlen_on
 from tests.helpers.tiny import ADAPTERS, ATTENTIONS, DATA, SEED, arguments, conversations, lora, make_model
 from tests.helpers.vision import (
+    VISION_DATA,
     needs_torchvision,
     on_images,
     vision_labelled,
@@ -276,6 +277,27 @@ def test_a_random_draw_trains_the_same_or_is_refused_in_the_same_words(seed):
             outcome()
     else:
         assert_as_on_cpu(outcome)
+
+
+@pytest.mark.parametrize("given", ["text", "images", "a budget"])
+@pytest.mark.parametrize("task", DATA)
+def test_a_device_without_float64_is_proven_and_looked_at(task, given, monkeypatch):
+    """As MPS. `padding_free(model)` is tried in `test_padded_calls.py`."""
+    if given == "images" and task == "reward":
+        pytest.skip("rewards are of text")
+
+    def make():
+        if given != "images":
+            return arguments(task)
+        return {**on_images("llava", task), "train_dataset": VISION_DATA[task](8, SEED)}
+
+    monkeypatch.setattr("trl_paddingfree.core.device._WITHOUT_FLOAT64", (pretend_device.DEVICE.type,))
+    options = {"max_tokens_per_micro_batch": 60} if given == "a budget" else {}
+    with pretend_device.without(torch.float64):
+        trained = train(task, make=make, check_steps=1, **options)
+    found = trained.trainer._looks.found
+    assert found.number
+    assert all("in slices" in reason for reason in found.not_compared)
 
 
 # --- the start-up check -----------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ import torch
 
 from tests.helpers.architectures import with_head
 from tests.helpers.tiny import SEED
-from tests.helpers.vision import make_vision, needs_torchvision, vision_completions, vision_pairs
+from tests.helpers.vision import BUILDABLE, make_vision, needs_torchvision, vision_completions, vision_pairs
+from trl_paddingfree.core.check.probe import tried_tokens
 from trl_paddingfree.core.check.prove import UnprovenModelError
 from trl_paddingfree.core.model.routes import Route
 from trl_paddingfree.images.check import ImageProbe, ImagesAlone, check_images, prove_images
@@ -29,6 +30,12 @@ def make(kind, task="dpo"):
         "sft": (VisionLanguageModelingCollator, vision_completions),
     }[task]
     return model, ImageProbe(collator_class(processor, padding_free=True, rules=vision_rules(model)), data(6, SEED))
+
+
+@pytest.mark.parametrize("kind", BUILDABLE)
+def test_no_row_of_text_is_drawn_from_placeholders(kind):
+    model, _ = make_vision(kind)
+    assert model.config.image_token_id not in tried_tokens(model)
 
 
 @pytest.mark.parametrize("task", ["dpo", "sft"])

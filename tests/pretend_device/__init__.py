@@ -23,4 +23,5 @@ from .backend import own_generator
 from .installed import install, switched_off, why_off
 from .memory import memory
 from .names import DEVICE, LOWEST, NAME
+from .operators import without
 from .waits import WAITS, arrive, counted_waits

@@ -1,7 +1,7 @@
 """Operators are computed on the CPU, and refuse and wait as those of CUDA."""
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -42,6 +42,19 @@ def _refuse_to_pin(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
 
 # For operators that have no CPU kernel, or another one than CUDA's
 _STAND_INS: dict[Any, Callable] = {aten.histc.default: _histogram, aten._pin_memory.default: _refuse_to_pin}
+
+
+_lacks = set[torch.dtype]()
+
+
+@contextmanager
+def without(dtype: torch.dtype) -> Iterator[None]:
+    """Within this context, the device has no tensors of a `dtype`, as MPS has none in float64."""
+    _lacks.add(dtype)
+    try:
+        yield
+    finally:
+        _lacks.discard(dtype)
 
 
 def tensors_of(values: Any) -> Iterator[torch.Tensor]:
@@ -95,6 +108,8 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
         return pin(result) if pinned else result
 
     def wrapped(raw: torch.Tensor) -> torch.Tensor:
+        if raw.dtype in _lacks:
+            raise TypeError(f"Cannot convert a tensor to {raw.dtype}: the device has none (in {op})")
         tensor = known.get(id(raw))
         if tensor is None:
             return PretendTensor(raw)

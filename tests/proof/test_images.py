@@ -3,12 +3,14 @@
 import functools
 
 import pytest
+import torch
 
 from tests.helpers.tiny import SEED
 from tests.helpers.vision import BUILDABLE, SAMPLE, VISION_DATA, on_images
 from tests.proof.test_trainers import assert_looked, assert_same_bits
 from tests.runs import make_trainer, train
 from trl_paddingfree import UnprovenModelError
+from trl_paddingfree.proof.look import _SEEDS, Pass, Rows
 
 # How often each looks in two steps
 LOOKS = {"dpo": 4, "sft": 2, "kto": 6, "grpo": 2, "rloo": 4, "distillation": 4}
@@ -69,3 +71,20 @@ def test_images_of_another_row_are_found(task):
     backbone.get_image_features = wrong
     with pytest.raises(UnprovenModelError, match="answers to row"):
         trainer.train()
+
+
+@pytest.mark.parametrize("kind", ["llava", *SAMPLE])
+def test_other_tokens_leave_placeholders_of_images_in_their_places(kind, monkeypatch):
+    """The first draw of each look is off, so that the others decide."""
+    flat = Rows.flat
+
+    def wrong_at_first(rows):
+        found = flat(rows)
+        return found if rows.seed >= _SEEDS else Pass(found.answers, found.at_tokens * 2)
+
+    monkeypatch.setattr(Rows, "flat", wrong_at_first)
+    given = on_images(kind, "sft")
+    given["model"].to(torch.bfloat16)
+    data = VISION_DATA["sft"](8, 0)
+    run = train(make_trainer("sft", "shared", check_steps=1, steps=1, train_dataset=data, **given))
+    assert run.trainer._looks.found.doubts == 1

@@ -259,7 +259,7 @@ class _CallWithRows:
             left["input_ids"] = left["input_ids"].masked_fill(~mask, int(rows[0][0]))
         with torch.enable_grad():  # without gradients, such calls are not computed flat
             answers = self.both(left)
-        flat, padded = (vars(x)["logits" if pooled else "log_probs"].detach().double() for x in answers)
+        flat, padded = (vars(x)["logits" if pooled else "log_probs"].detach().cpu().double() for x in answers)
         is_same = root_mean_square(flat - padded) <= tolerance
         calls.with_left_padding = is_same and self.compared(left, wider, answers)[0].passed
         if architecture.config_value(config, "output_router_logits") is not None:
@@ -311,7 +311,7 @@ def _by_name(output: object, real: torch.Tensor, name: str = "") -> dict[str, An
             output = output[real.to(output.device)]
         elif output.ndim and len(output) == real.numel():
             output = output[real.flatten().to(output.device)]
-        return {name: output.detach().double().cpu()}
+        return {name: output.detach().cpu().double()}
     else:
         return {name: torch.tensor(output).double() if isinstance(output, int | float) else None}
     return {key: x for part, value in parts for key, x in _by_name(value, real, part).items()}

@@ -6,12 +6,18 @@ import sys
 import torch
 
 GIB = 2**30
+_WITHOUT_FLOAT64 = ("mps",)
 
 
 def has_accelerator() -> bool:
     """Whether there is an accelerator that trains in TRL's default precision; MPS does not count."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator is not None and accelerator.type != "mps"
+
+
+def in_float64(values: torch.Tensor) -> torch.Tensor:
+    """Values in float64, on the CPU if their device has none."""
+    return (values.cpu() if values.device.type in _WITHOUT_FLOAT64 else values).double()
 
 
 class PeakMemory:

@@ -109,7 +109,7 @@ class ImagesAlone(RowsAlone):
     def answers(self, rows: Rows, width: int = 0, prefix_sharing: bool | None = None) -> Answers:
         batch = self.examples.batch(rows, prefix_sharing)
         inputs = send_to_device(batch, self.model.get_input_embeddings().weight.device)  # type: ignore[union-attr]
-        output = self.call(**inputs, fused_lm_head=True, use_cache=False).log_probs.double().cpu()
+        output = self.call(**inputs, fused_lm_head=True, use_cache=False).log_probs.cpu().double()
         of_rows = [row[mask] for row, mask in zip(output, batch["labels"][:, 1:] != IGNORE_INDEX, strict=True)]
         return [torch.cat(of_rows[i :: len(rows)]) for i in range(len(rows))]
 

@@ -31,6 +31,7 @@ from ..core.check.probe import compute_dtype, outside_autocast, rounding_unit, t
 from ..core.check.prove import Agree, draws_of
 from ..core.check.tokens import embeddings_watched, gradients_at_tokens, scale_of, wrong_tokens
 from ..core.check.training import as_in_training, as_it_answers, raise_if_others_wait
+from ..core.device import in_float64
 from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs, Make
 from ..core.model import architecture
 from ..core.model.flat_model import FlatModel
@@ -102,7 +103,7 @@ class Sizes:
 class Pass(NamedTuple):
     """What the model computes for some rows."""
 
-    answers: torch.Tensor  # (R, N) float64, 0 where nothing is scored
+    answers: torch.Tensor  # (R, N) float64 on the CPU, 0 where nothing is scored
     at_tokens: torch.Tensor  # (H, T, D) of each half, gradients at the embeddings; empty if nothing was differentiated
 
 
@@ -313,7 +314,7 @@ class Rows:
                         self.left_out.setdefault(row, found)
                     continue
                 start = self.start(row)
-                answers[row, start : start + found.answers.size(1)] = found.answers[0].to(answers.device)
+                answers[row, start : start + found.answers.size(1)] = found.answers[0]
                 if found.at_tokens.numel() and i < len(self.numbers):
                     self._add(row, found.at_tokens[0], at_tokens)
         return None if wider and fails else Pass(answers, at_tokens)
@@ -358,7 +359,7 @@ class Rows:
                 found = self.tried(partial(self._computed, given, scored, None, real[rows]))
                 if isinstance(found, str):
                     return None
-                answers[rows] = found.answers.to(answers.device)
+                answers[rows] = found.answers
                 if found.at_tokens.numel() and i < len(groups):
                     for place, row, _ in scored:
                         self._add(row, found.at_tokens[place, real[row]], at_tokens)
@@ -385,7 +386,7 @@ class Rows:
             inputs, make = hook.alone(row, inputs, make)
         ids = inputs["input_ids"]
         positions = self.batch.position_ids[0, self.places[row]]
-        if inputs.get("position_ids") is None and (positions.diff(prepend=positions.new_tensor([-1])) != 1).any():
+        if inputs.get("position_ids") is None and not positions.equal(torch.arange(len(positions)).to(positions)):
             # Models that count by column count the padding before a row, too
             inputs["position_ids"] = torch.nn.functional.pad(positions, [0, wider], value=fill.get("position_ids", 0))[
                 None
@@ -427,14 +428,14 @@ class Rows:
         with torch.set_grad_enabled(differentiates), embeddings_watched(model) as embedded:
             answers = self._answers(inputs, real)
             if not differentiates:
-                return Pass(answers.detach().double(), answers.new_empty(0, 0))
+                return Pass(answers.detach().cpu().double(), answers.new_empty(0, 0))
             with outside_autocast(model):
                 weighted = [self.weighted(answers[place], row, start) for place, row, start in scored]
                 loss = torch.stack(weighted).sum() * scale_of(model) * self.scale
                 length = inputs["input_ids"].size(1)
                 at_tokens, *_ = gradients_at_tokens(model, embedded, loss, length, batch)
         assert at_tokens is not None
-        return Pass(answers.detach().double(), at_tokens.detach())
+        return Pass(answers.detach().cpu().double(), at_tokens.detach())
 
     def _answers(self, inputs: Inputs, real: torch.Tensor | None) -> torch.Tensor:
         """
@@ -619,8 +620,9 @@ def _errors_of_gradients(rows: Rows, found: Pass, expected: Pass) -> dict[int, f
     errors: dict[int, float] = {}
     for half, got, wanted in zip(rows.compared, found.at_tokens, expected.at_tokens, strict=False):
         if half:
-            off, size = (x.double().norm(dim=1) for x in (got - wanted, wanted))
-            norms = torch.stack([torch.stack([x[rows.places[row]].norm() for x in (off, size)]) for row in half])
+            off, size = (in_float64(x).norm(dim=1) for x in (got - wanted, wanted))
+            places = [rows.places[row].to(off.device) for row in half]
+            norms = torch.stack([torch.stack([x[each].norm() for x in (off, size)]) for each in places])
             least = _LEAST_NORM * norms[:, 1].max()
             relative = norms[:, 0] / torch.maximum(norms[:, 1], least).clamp(min=1e-300)
             errors |= dict(zip(half, relative.tolist(), strict=True))

@@ -27,7 +27,7 @@ from ..flat.batch import FlatBatch, Inputs
 from ..flat.schedule import Schedule
 from ..model import architecture
 from ..model.flat_model import FlatModel
-from ..model.forward import is_pooled
+from ..model.forward import is_allocation_failure, is_pooled
 from . import probe
 from .comparison import NOISE_FACTOR, Tried, Values, Verdict, compare, relative_error
 from .tokens import embeddings_watched, gradients_at_tokens, scale_of, wrong_tokens
@@ -38,6 +38,7 @@ from .training import (
     frozen_layers_tried,
     is_sharded,
     raise_if_others_wait,
+    raise_if_weights_are_awaited,
 )
 
 # Length of each row: enough for more than 256 flat tokens
@@ -156,7 +157,7 @@ class RowsInTraining:
     ) -> Pass:
         """What the model computes for all rows, and the gradients of the losses of some, by default of all."""
         if not self.trains:
-            return Pass(self.answers(inputs).double().cpu(), torch.empty(0), {})
+            return Pass(self.answers(inputs).cpu().double(), torch.empty(0), {})
         parameters = [*self.parameters.values()]
         with self.watched(inputs) as embedded:
             log_probs = self.answers(inputs)
@@ -169,8 +170,8 @@ class RowsInTraining:
         with probe.outside_autocast(self.model):
             at_tokens, *others = [torch.zeros(()) if x is None else x.detach() for x in found]
             names = (f"gradients of `{name}`" for name in self.parameters)
-            of_weights = {name: _sketch(x).cpu() for name, x in zip(names, others, strict=True)}
-        return Pass(log_probs.detach().double().cpu(), at_tokens.double().cpu(), of_weights)
+            of_weights = {name: _sketch(x) for name, x in zip(names, others, strict=True)}
+        return Pass(log_probs.detach().cpu().double(), at_tokens.cpu().double(), of_weights)
 
     def compare(self, prefix_sharing: bool, vary: Vary | None = None) -> Verdict:
         """
@@ -282,7 +283,7 @@ class RowsInTraining:
                     notes = (f"gradients of {where} were not compared, for lack of memory",)
             if found is None:
                 with torch.no_grad():
-                    log_probs = self.answers(inputs).double().cpu()
+                    log_probs = self.answers(inputs).cpu().double()
             else:
                 log_probs, index = found.log_probs, inputs["flat_batch"].row_index.cpu()
             if found is not None:
@@ -319,7 +320,8 @@ def check_gradients(model: PreTrainedModel, in_training: InTraining, prefix_shar
     try:
         reference = in_training()
     except Exception as error:  # it would not train with padding either
-        raise_if_others_wait(model, error)
+        # Memory may lack on one process only, which others would wait for once their rows have passed
+        (raise_if_others_wait if is_allocation_failure(error) else raise_if_weights_are_awaited)(model, error)
         first_line, *_ = str(error).split("\n")
         return Verdict(failure=f"a row alone raises {type(error).__name__}: {first_line}", unmendable=True)
     if reference.lost:
@@ -353,8 +355,8 @@ def _worst(verdicts: Sequence[Verdict]) -> Verdict:
 
 
 def _sketch(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient in float64; that of a large matrix is multiplied by a random vector."""
+    """A gradient in float64 on the CPU; that of a large matrix is multiplied by a random vector."""
     if gradient.numel() > _WHOLE and gradient.ndim > 1:
         vector = torch.randn(gradient.size(-1), generator=torch.Generator().manual_seed(0))
         gradient = gradient.flatten(0, -2).float() @ vector.to(gradient.device)
-    return gradient.double()
+    return gradient.cpu().double()  # MPS has no float64

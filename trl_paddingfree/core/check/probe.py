@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
-from ..model.architecture import classifies_rows
+from ..model.architecture import classifies_rows, config_value
 from ..model.forward import is_pooled
 from ..model.mixers import mixers
 from ..model.restored import attributes_set, local_part, random_state_restored
@@ -100,7 +100,8 @@ def tried_tokens(model: PreTrainedModel) -> np.ndarray:
     embeds tokens, nor tokens whose embeddings hold NaN or infinity: data may never use these.
     """
     embeddings: Any = model.get_input_embeddings()
-    unlike = [*(vars(x).get("padding_idx") for x in embeddings.modules()), *map(vars(model.config).get, _PLACEHOLDERS)]
+    unlike = [vars(x).get("padding_idx") for x in embeddings.modules()]
+    unlike += [config_value(model.config, name) for name in _PLACEHOLDERS]  # `image_token_index` has an alias
     ids = np.arange(model.config.get_text_config().vocab_size)
     weight = getattr(embeddings, "weight", None)
     # All processes must draw alike, and see only their own part of a sharded weight
@@ -251,9 +252,9 @@ class RowsAlone:
         rows = [self.tokens[row] for row in rows]
         if is_pooled(self.model):
             prefixes = [row[:end] for row in rows for end in range(1, len(row) + 1)]
-            logits = self.call(**row_inputs(self.model, prefixes, width, prefix_sharing)).logits.double().cpu()
+            logits = self.call(**row_inputs(self.model, prefixes, width, prefix_sharing)).logits.cpu().double()
             return list(logits.flatten().split([len(row) * logits.size(1) for row in rows]))
-        output = self.call(**row_inputs(self.model, rows, width, prefix_sharing)).log_probs.detach().double().cpu()
+        output = self.call(**row_inputs(self.model, rows, width, prefix_sharing)).log_probs.detach().cpu().double()
         return [answers[: len(row) - 1] for answers, row in zip(output, rows, strict=True)]
 
     def _replaced(self, tokens: np.ndarray) -> np.ndarray:
