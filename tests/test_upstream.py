@@ -81,6 +81,7 @@ PRIVATE = {
         for trainer in ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
         for name, parameters in {
             "_name": None,
+            "_generate_and_score_completions": "inputs",
             "_generate_single_turn": "prompt_ids",
             "_prepare_inputs": "generation_batch",
             "_tokenize_prompts": "prompts",

@@ -1,5 +1,6 @@
 """Data with several answers per prompt: what is wrong with it is named by row and column, and what is odd counted."""
 
+import inspect
 import logging
 
 import pytest
@@ -209,6 +210,25 @@ def test_trls_preparation_maps_rows_one_by_one(task, monkeypatch):
     monkeypatch.setattr(TRAINERS[task].trl_trainer, "_prepare_dataset", in_batches)
     with pytest.raises(MovedNameError, match="map of single rows"):
         make_trainer(task, "ours", **arguments(task), train_dataset=Dataset.from_list([GOOD]), max_length=20)
+
+
+@pytest.mark.parametrize("task", ["sft", "dpo", "reward", "kto"])
+@pytest.mark.parametrize("padding_free", [True, False])
+def test_a_subclass_may_name_what_it_gives_to_prepare_a_dataset(task, padding_free):
+    class Own(TRAINERS[task]):
+        def _prepare_dataset(self, dataset, processing_class, args, *others, **named):
+            names = [*inspect.signature(TRAINERS[task].trl_trainer._prepare_dataset).parameters][4:]
+            return super()._prepare_dataset(
+                dataset, processing_class=processing_class, args=args, **dict(zip(names, others, strict=False)), **named
+            )
+
+    for data in (DATA[task](8, 0), *([scored(4, 3)] if task in ("dpo", "reward") else ())):
+        given = {"train_dataset": data, "padding_free": padding_free}
+        given |= {"model": make_model(), "processing_class": make_tokenizer()} if task == "sft" else arguments(task)
+        expected, prepared = (
+            make_trainer(task, "ours", trainer_class=cls, **given).train_dataset for cls in (TRAINERS[task], Own)
+        )
+        assert prepared.to_list() == expected.to_list()
 
 
 def test_other_columns_reach_the_template_and_subclasses():

@@ -73,6 +73,21 @@ def test_answers_that_are_given_to_evaluate_are_read_as_in_padded_trl(made_with)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # rounding of float32
 
 
+def test_the_trainers_own_answers_are_read_once(monkeypatch):
+    given = {**on_images("llava", "dpo"), "train_dataset": DATA, "eval_dataset": DATA}
+    trainer = make_trainer("dpo", "ours", **given)
+    expected = trainer.evaluate()["eval_loss"]
+    monkeypatch.setattr("trl_paddingfree.answers.trainers.with_pairs", lambda *args: pytest.fail("read again"))
+    assert trainer.evaluate()["eval_loss"] == expected
+
+
+def test_answers_that_are_set_later_are_read_as_those_given_to_evaluate():
+    trainer = make_trainer("dpo", "ours", **on_images("llava", "dpo"), train_dataset=vision_pairs(8, 0))
+    expected = trainer.evaluate(DATA)["eval_loss"]
+    trainer.eval_dataset = DATA
+    assert trainer.evaluate()["eval_loss"] == expected
+
+
 def test_a_column_of_several_answers_beside_a_completion_is_left_out_as_in_trl():
     rows = vision_completions(8, 0)
     rows = rows.add_column("completions", [["w1", "w2", "w3"]] * 8).add_column("scores", [[2.0, 1.0, 0.0]] * 8)

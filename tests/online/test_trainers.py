@@ -20,6 +20,7 @@ from trl_paddingfree import PaddingFreeGRPOTrainer
 from trl_paddingfree.core.model.told import StandIn
 from trl_paddingfree.core.trainers.runtime import Runtime
 from trl_paddingfree.online.composed import OnlineTrainer
+from trl_paddingfree.registry import TRAINERS
 
 # What TRL averages over micro-batches
 MOVED = (*PER_MICRO_BATCH, "clip_ratio", "sampling/")
@@ -60,6 +61,11 @@ def of_longer_rows(policy, model, inputs, ids, mask):
     return 0
 
 
+def by_position(policy, model, inputs, ids, mask):
+    labels = ids.masked_fill(mask == 0, -100)
+    return model(ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs.mean()
+
+
 def without_mask(policy, model, inputs, ids, mask):
     return model(input_ids=ids[:, -4:], labels=ids[:, -4:], fused_lm_head=True).log_probs.mean()
 
@@ -69,7 +75,7 @@ def of_shifted_labels(policy, model, inputs, ids, mask):
     return model(input_ids=ids, attention_mask=mask, shift_labels=labels, fused_lm_head=True).log_probs.mean()
 
 
-@pytest.mark.parametrize("more", [of_longer_rows, without_mask, of_shifted_labels])
+@pytest.mark.parametrize("more", [of_longer_rows, by_position, without_mask, of_shifted_labels])
 def test_a_loss_may_call_the_model_once_more(more):
     rows = Dataset.from_list([{"prompt": " ".join(WORDS[i : i + 30])} for i in range(16)])
 
@@ -89,8 +95,36 @@ def test_a_loss_may_call_the_model_once_more(more):
         return run("grpo", layout, trainer_class=with_more(trainer_class), train_dataset=rows, **given, **options)
 
     padded = trained("padded", GRPOTrainer)
-    for options in ({}, {"max_tokens_per_micro_batch": 9}):
+    for options in ({}, {"max_tokens_per_micro_batch": 9}, {"check_steps": 1}):
         assert_same(padded, trained("shared", PaddingFreeGRPOTrainer, **options))
+
+
+@pytest.mark.parametrize("task", ["grpo", "rloo", "distillation"])
+def test_prompts_that_a_subclass_makes_while_training_are_left_to_it(data, task):
+    """The data has no column that TRL reads, and a method needs what its constructor makes last."""
+
+    def with_questions(base):
+        class Own(base):
+            def __init__(self, *args, **kwargs):
+                super().__init__(*args, **kwargs)
+                self.system = WORDS[0]
+
+            def _generate_and_score_completions(self, inputs):
+                inputs = [{"prompt": x["question"] if "question" in x else x["prompt"]} for x in inputs]
+                return super()._generate_and_score_completions(inputs)
+
+            def _tokenize_prompts(self, prompts):
+                return super()._tokenize_prompts([f"{self.system} {prompt}" for prompt in prompts])
+
+        return Own
+
+    questions = data.rename_column("prompt", "question")
+    for rows, options in ((data, {}), (data, {"memory_budget": 1.0}), (questions, {})):
+        padded = run(task, "padded", trainer_class=with_questions(TRAINERS[task].trl_trainer), train_dataset=rows)
+        ours = run(task, "shared", trainer_class=with_questions(TRAINERS[task]), train_dataset=rows, **options)
+        assert_same(padded, ours)
+    with pytest.raises(ValueError, match="The train data has no columns that"):
+        make_trainer(task, "shared", train_dataset=questions)
 
 
 @pytest.mark.parametrize("task", ["grpo", "distillation"])

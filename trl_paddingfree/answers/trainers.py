@@ -75,6 +75,7 @@ class AnswersCollated(Answers, collated.Collated):
     _reads_answers: bool = False  # whether data was prepared that has several answers per prompt
     # That this process has trained on since the last log, if the data that the trainer was made with has answers
     _new_pairs: int | None = None
+    _own_eval_dataset: Any = None  # with images, once what has no pair is left out
 
     @property
     def _trains_on_answers(self) -> bool:
@@ -160,14 +161,14 @@ class AnswersCollated(Answers, collated.Collated):
                 "row of its own."
             )
 
-    def _prepare_dataset(self, dataset, processing_class, args, *others):
-        *_, name = others
+    def _prepare_dataset(self, dataset, processing_class, args, *others, **named):
         is_prepared = isinstance(dataset, Dataset | IterableDataset) and self._first_of(dataset).keys() >= _PREPARED
         if not is_prepared and not self._has_answers(dataset):
-            return super()._prepare_dataset(dataset, processing_class, args, *others)  # type: ignore[misc]
+            return super()._prepare_dataset(dataset, processing_class, args, *others, **named)  # type: ignore[misc]
         self._read_answers()
         if is_prepared:  # `evaluate` prepares again
             return dataset
+        name = named["dataset_name"] if "dataset_name" in named else others[-1]
         self._first_pairs(dataset, name)
         if isinstance(next(iter(dataset))["prompt"], str) and processing_class.eos_token is None:
             raise ValueError(
@@ -176,7 +177,7 @@ class AnswersCollated(Answers, collated.Collated):
             )
 
         def as_trl(noted):
-            return self.trl_trainer._prepare_dataset(self, noted, processing_class, args, *others)
+            return self.trl_trainer._prepare_dataset(self, noted, processing_class, args, *others, **named)
 
         prepare = Preparation(as_trl, self._answer_choice, name, args.dataset_num_proc)
         return prepare(dataset, args.main_process_first)
@@ -224,6 +225,7 @@ class AnswersCollated(Answers, collated.Collated):
         with random_state_restored(self.model):  # transforms of the data may draw
             self.train_dataset: Any = self._taken(self.train_dataset, "train", is_new)
             self.eval_dataset: Any = self._taken(self.eval_dataset, "eval", is_new)
+        self._own_eval_dataset = self.eval_dataset
 
     def _taken(self, dataset: Any, name: str, is_new: bool) -> Any:
         if isinstance(dataset, dict):
@@ -236,7 +238,8 @@ class AnswersCollated(Answers, collated.Collated):
         return with_pairs(dataset, self._answer_choice, name)
 
     def get_eval_dataloader(self, eval_dataset=None):
-        if self._is_vision_dataset and self._has_answers(eval_dataset):  # given to `evaluate`
+        is_new = eval_dataset is not self._own_eval_dataset  # given to `evaluate`, or set later
+        if is_new and self._is_vision_dataset and self._has_answers(eval_dataset):
             with random_state_restored(self.model):  # transforms of the data may draw
                 eval_dataset = self._taken(eval_dataset, "eval", is_new=True)
             self._read_answers()

@@ -21,6 +21,7 @@ from ..core.trainers import collated
 from ..core.trainers.base import FlatTrainer
 from ..core.trainers.configs import Arguments
 from ..core.trainers.engine import is_sharded
+from ..core.trainers.refusals import is_ours
 from ..core.trainers.runtime import Step, when_flat
 from ..coupling import may_couple
 from . import planning, refusals
@@ -349,6 +350,8 @@ class BudgetsOnline(Budgets):
         data = self.train_dataset
         makes_prompts = self.environment_factories or vars(self).get("rollout_func")
         if not isinstance(data, Dataset) or "prompt" not in data.column_names or makes_prompts:
+            return 1
+        if not is_ours(type(self), "_tokenize_prompts"):  # what it needs may be made after the trainer
             return 1
         longest = max(data["prompt"], key=lambda prompt: len(str(prompt)))
         return len(self._tokenize_prompts([longest])[0][0])

@@ -23,7 +23,7 @@ TESTED = {
 }
 
 # Names in TRL's classes that ours override, call or read. An override of a method that is gone would never be called
-_GENERATES = "_name _generate_single_turn _prepare_inputs _tokenize_prompts"
+_GENERATES = "_name _generate_and_score_completions _generate_single_turn _prepare_inputs _tokenize_prompts"
 CLASS_NAMES = {
     "Trainer": "_get_num_items_in_batch _get_train_sampler _issue_warnings_after_load _load_best_model "
     "_load_callback_state _load_from_checkpoint _load_rng_state _prepare_inputs _save_checkpoint _save_rng_state "

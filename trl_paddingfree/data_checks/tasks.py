@@ -135,10 +135,12 @@ def _text_field(config: TrainingArguments) -> str:
 
 def _reads_rows(trainer_class: Any, arguments: Arguments) -> bool:
     """Whether TRL prepares the data for one of our tasks: a function or method of the user's may read anything."""
-    if trainer_class.task.name not in CHECKED and hasattr(trainer_class.trl_trainer, "_prepare_dataset"):
+    prepares = hasattr(trainer_class.trl_trainer, "_prepare_dataset")
+    if trainer_class.task.name not in CHECKED and prepares:
         return False
+    methods = ("_prepare_dataset",) if prepares else ("_prepare_inputs", "_generate_and_score_completions")
     makes_rows = any(arguments.get(name) for name in ("formatting_func", "environment_factory", "rollout_func"))
     skips = (vars(arguments["args"]).get("dataset_kwargs") or {}).get("skip_prepare_dataset")
-    return is_ours(trainer_class, "_prepare_dataset") and not (
+    return all(is_ours(trainer_class, method) for method in methods) and not (
         makes_rows or skips or has_images(arguments.get("train_dataset"))
     )

@@ -12,6 +12,7 @@ from ..core.model.restored import random_state_restored
 from ..core.trainers import collated
 from ..core.trainers.base import FlatTrainer
 from ..core.trainers.configs import Arguments
+from ..core.trainers.refusals import is_ours
 from ..core.trainers.runtime import when_flat
 from .tasks import (
     CHECKED,
@@ -118,6 +119,8 @@ class DataCheckedOnline(DataChecked):
         tokenizer: Any = self.processing_class
         makes_prompts = self.environment_factories or vars(self).get("rollout_func")
         if data is None or makes_prompts or has_images(data) or "prompt" not in column_names(data):
+            return
+        if not is_ours(type(self), "_tokenize_prompts"):  # what it needs may be made after the trainer
             return
         for prompt in first_prompts(data):  # what a template refuses, or has no token, is said now
             self._tokenize_prompts([prompt])

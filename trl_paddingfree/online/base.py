@@ -79,10 +79,7 @@ class Online(FlatTrainer):
     def rows_of_call(
         self, flat_model: FlatModel, args: tuple[Any, ...], kwargs: Inputs
     ) -> tuple[Inputs, FlatBatch] | None:
-        if flat_model.flatten is None or not kwargs.get("fused_lm_head"):
-            return super().rows_of_call(flat_model, args, kwargs)
-        rows, mask = kwargs["input_ids"], kwargs.get("attention_mask")
-        return kwargs, flat_model.flatten(rows, torch.ones_like(rows) if mask is None else mask, kwargs["labels"])
+        return super().rows_of_call(flat_model, args, kwargs) or flat_model.flattened(args, kwargs)
 
     def beside_rows(self, inputs: Inputs) -> Inputs:
         """The `inputs` of a pass that the model gets beside its rows."""

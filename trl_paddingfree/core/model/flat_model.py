@@ -155,18 +155,22 @@ class FlatModel:
                 batch = batch.to(rows.device, non_blocking=True)
             compared = kwargs | {"labels": None} if self.is_pooled else kwargs  # theirs are not of tokens
             self.edits.add(edits(batch, compared), refuse_edits)
-        elif kwargs.get("fused_lm_head") and self.flatten is not None and kwargs.get("shift_labels") is None:
-            # Rows that a trainer has generated
-            if args:
-                kwargs = by_name(self.forwards[-1], args, kwargs)
-            rows, mask = kwargs["input_ids"], kwargs.get("attention_mask")
-            batch = self.flatten(rows, torch.ones_like(rows) if mask is None else mask, kwargs["labels"])
+        elif (flattened := self.flattened(args, kwargs)) is not None:
+            kwargs, batch = flattened
         elif self.padded is not None:  # of any trainer or loop, by `padding_free(model)`
             return self.padded.of_model(self.forwards[-1], args, kwargs)
         else:
             return self.forwards[-1](*args, **kwargs)
         refuse_unanswerable(self.model, kwargs)
         return flat_forward(self, self.begin_pass(batch), **kwargs)
+
+    def flattened(self, args: tuple[Any, ...], kwargs: Inputs) -> tuple[Inputs, FlatBatch] | None:
+        """The arguments of a call with rows that a trainer has generated, by name, and their flat batch, or `None`."""
+        if self.flatten is None or not kwargs.get("fused_lm_head") or kwargs.get("shift_labels") is not None:
+            return None
+        kwargs = by_name(self.forwards[-1], args, kwargs)
+        rows, mask = kwargs["input_ids"], kwargs.get("attention_mask")
+        return kwargs, self.flatten(rows, torch.ones_like(rows) if mask is None else mask, kwargs["labels"])
 
     def hidden_states(self, batch: FlatBatch, scored: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
         """

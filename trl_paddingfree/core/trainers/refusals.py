@@ -62,9 +62,9 @@ def refuse_unflattenable(arguments: Arguments) -> None:
 
 
 def is_ours(trainer_class: type, method: str) -> bool:
-    """Whether no subclass of the user's has overridden a method of our trainers, or has brought it."""
+    """Whether no subclass of the user's has overridden a method of our trainers or TRL's, or has brought it."""
     owner = next((cls for cls in trainer_class.__mro__ if method in vars(cls)), None)
-    return owner is None or owner.__module__.startswith("trl_paddingfree.")
+    return owner is None or owner.__module__.startswith(("trl_paddingfree.", "trl."))
 
 
 def refuse_collator(given: object, collator: type[FlatCollator]) -> None:
