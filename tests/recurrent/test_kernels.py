@@ -34,11 +34,16 @@ def test_a_function_that_the_package_kernels_makes_a_module_has_the_same_kernel(
         def forward(self, *args, **kwargs):
             return modeling_falcon_h1.mamba2_chunk_scan(*args, **kwargs)
 
-    of_hub = Func()  # whose forward it replaces with that of a kernel of the hub
-    of_hub.forward = types.MethodType(Func.forward, of_hub)
-    functions = modeling_falcon_h1.mamba2_chunk_scan, Func(), of_hub
+    class Kernel(torch.nn.Module):
+        def forward(self, *args, **kwargs):
+            return modeling_falcon_h1.mamba2_chunk_scan(*args, **kwargs)
+
+    fallback, of_hub = Func(), Func()  # whose forward it replaces, with its own if the hub has no kernel
+    fallback.forward = types.MethodType(Func.forward, fallback)
+    of_hub.forward = types.MethodType(Kernel.forward, of_hub)
+    functions = modeling_falcon_h1.mamba2_chunk_scan, Func(), fallback, of_hub
     found = [kernels._missing_package("mamba2_chunk_scan", function) for function in functions]
-    assert found == ["mamba-ssm", "mamba-ssm", None]
+    assert found == ["mamba-ssm", "mamba-ssm", "mamba-ssm", None]
 
 
 # What stands in for these functions is given, and gives them, these parameters

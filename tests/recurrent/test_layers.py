@@ -170,6 +170,28 @@ def test_layers_whose_forward_others_put_back_get_ours_again(is_wrapped):
     assert computed.called
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "mamba"])
+def test_layers_that_get_their_own_forward_back_at_each_change_of_mode_train(model_type):
+    """As `use_kernels=True` does, where the hub has no kernel for a layer."""
+
+    def with_own_forwards():
+        given = of_trainer("dpo", model_type)
+        model = given["model"]
+        change = model.train
+
+        def train(mode=True):
+            if model.training != mode:
+                for layer in state_layers.state_layers(model):
+                    layer.forward = types.MethodType(type(layer).forward, layer)
+            return change(mode)
+
+        model.train = train
+        return given
+
+    options = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": preference_data(4, SEED + 1), **SHORT}
+    compare("dpo", with_own_forwards, preference_data(12, SEED), "shared", **options)
+
+
 def test_states_that_do_not_go_on_are_caught_and_rows_are_tried_next(monkeypatch):
     """A branch that starts from nothing, as if its prefix were not there."""
     model, by_levels = make("qwen3_5_text"), state_tree._by_levels

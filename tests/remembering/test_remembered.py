@@ -54,6 +54,14 @@ def leaky(forward):
     return wrong
 
 
+def test_a_model_has_a_key_under_tf32(monkeypatch):
+    """Which `tf32=True` sets by the newer of PyTorch's two ways, beside which the older one cannot be asked."""
+    model = with_head(make_model())
+    before = key(model)
+    monkeypatch.setattr(torch.backends, "fp32_precision", "tf32")
+    assert key(model) != before
+
+
 # --- What passed is remembered -------------------------------------------------------------------------------------
 
 

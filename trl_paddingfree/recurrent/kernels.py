@@ -43,7 +43,8 @@ def is_installed(package: str) -> bool:
 def _missing_package(name: str, function: Callable) -> str | None:
     """What to install for the kernel of a function; empty if nothing has one, `None` if it is installed."""
     boundaries, package = _FUNCTIONS[name]
-    if isinstance(function, torch.nn.Module) and "forward" in vars(function):
+    given = vars(function).get("forward") if isinstance(function, torch.nn.Module) else None
+    if given is not None and getattr(given, "__func__", given) is not getattr(type(function), "forward", None):
         return None  # transformers has put a kernel of the hub there
     # A function without transformers' decorator has no kernel (LFM3)
     if boundaries and not hasattr(function, "__wrapped__") and not isinstance(function, torch.nn.Module):

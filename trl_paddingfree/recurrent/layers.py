@@ -167,6 +167,17 @@ def install_state_layers(model: PreTrainedModel, along_tree: bool) -> None:
         vars(layer)[ATTRIBUTE] = StateForward(own, goes_along, with_kernel, kernels.takes_boundaries(layer))
 
 
+def bind_again(model: PreTrainedModel) -> None:
+    """
+    Bind our forward where a layer has got its own back: with `use_kernels=True`, transformers puts it back at each
+    change between training and evaluation mode, if the hub has no kernel for the layer.
+    """
+    for layer in state_layers(model):
+        given = vars(layer).get("forward")
+        if ATTRIBUTE in vars(layer) and getattr(given, "__func__", given) in (None, type(layer).forward):
+            _bind(layer)
+
+
 def _bind(layer: torch.nn.Module) -> None:
     @functools.wraps(type(layer).forward)
     def forward(self: torch.nn.Module, *args: object, **kwargs: object) -> object:

@@ -18,6 +18,7 @@ class StateLayers(Mixers):
 
     @staticmethod
     def arguments(model: PreTrainedModel, backend: BackendName, context: PassContext) -> Inputs:
+        layers.bind_again(model)
         if without_attention := layers.state_arguments(model, context):
             return without_attention
         of_states = dict.fromkeys(NOT_ATTENTION, FlatMask.carrying(context, per_token=True))

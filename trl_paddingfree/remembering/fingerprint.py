@@ -345,7 +345,8 @@ def _surroundings(device: torch.device) -> list[object]:
     return [
         _own_code(), sys.version, sys.platform, package_versions(), device.type, accelerators(),
         torch.backends.cpu.get_cpu_capability(), torch.backends.cudnn.version(), torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(), matmul.fp32_precision,
+        torch.are_deterministic_algorithms_enabled(), matmul.fp32_precision,
+        torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]  # the old getter fails with `tf32`
         matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction,
         kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled(), kernels.math_sdp_enabled(),
         kernels.cudnn_sdp_enabled(),
