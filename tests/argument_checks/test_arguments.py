@@ -114,6 +114,12 @@ def test_mistakes_are_refused_in_one_line_before_anything_is_computed(name, unto
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("task", ["sft", "reward"])
+def test_an_end_token_that_the_configuration_names_pads_as_in_trl(task):
+    trainer = build(task, processing_class=without("pad_token", "eos_token"), eos_token="<eos>")
+    assert trainer.processing_class.pad_token == "<eos>"
+
+
 def test_a_schedule_is_tried_with_the_learning_rate_and_the_groups_of_training(monkeypatch):
     common = {"model": make_model(), "peft_config": None}
     ending = {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 2e-3}}

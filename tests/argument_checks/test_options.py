@@ -98,6 +98,12 @@ def test_words_that_an_option_does_not_know_are_refused_when_the_configuration_i
         TRAINERS[task].config_class(**COMMON, **{name: value})
 
 
+@pytest.mark.filterwarnings("ignore:The `bfd-requeue` packing strategy")
+def test_a_word_that_trl_has_renamed_is_taken():
+    config = TRAINERS["sft"].config_class(**COMMON, packing=True, packing_strategy="bfd-requeue")
+    assert config.packing_strategy == "bfd_split"
+
+
 def test_padded_trl_learns_what_was_rejected_with_a_negative_beta_and_logs_that_it_does_well():
     """Why `beta=-0.1` is refused: TRL trains on it."""
     given = {**arguments("dpo", False), "train_dataset": different_pairs(8, 0), "steps": 8}

@@ -303,6 +303,10 @@ REFUSED = {
         giving(lambda batch: {**batch, "inputs_embeds": torch.zeros(4, 12, 64)}),
         "gives `inputs_embeds`, and a flat batch is made of tokens",
     ),
+    "pixels": (
+        giving(lambda batch: {**batch, "pixel_values": torch.zeros(4, 3, 8, 8)}),
+        "gives `pixel_values`, .* the dataset's column `image` or `images`",
+    ),
     "a hole": (giving(with_hole), "Row 1 of `attention_mask` has padding between its tokens"),
     "labels on padding": (
         giving(lambda batch: {**batch, "labels": batch["input_ids"].clone()}),

@@ -79,8 +79,12 @@ def refuse_no_padding_token(arguments: Arguments) -> None:
         tokenizer = tokenizer.tokenizer
     if arguments.get("data_collator") is not None or not isinstance(tokenizer, PreTrainedTokenizerBase):
         return
-    # Not all of TRL's configurations have a `pad_token`
-    if vars(arguments["args"]).get("pad_token") is None and tokenizer.pad_token is tokenizer.eos_token is None:
+    # Not all of TRL's configurations have these. A template comes with the `eos_token` of its tokenizer, or as a file
+    pad_token, eos_token, template = (
+        vars(arguments["args"]).get(name) for name in ("pad_token", "eos_token", "chat_template_path")
+    )
+    is_given = pad_token or eos_token or (template and not template.endswith((".jinja", ".j2")))
+    if not is_given and tokenizer.pad_token is tokenizer.eos_token is None:
         raise ValueError(
             f"The tokenizer ({type(tokenizer).__name__}) has neither a `pad_token` nor an `eos_token` to stand in for "
             "it. Set `tokenizer.pad_token` to one of its tokens and pass it as `processing_class`."

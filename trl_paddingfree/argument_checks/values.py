@@ -46,6 +46,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
 )
 # In Python, PyTorch takes more backends than the command line offers, such as "cpu:gloo,cuda:nccl"
 _TAKES_MORE = "ddp_backend"
+_RENAMED = ("packing_strategy", "bfd-requeue")  # TRL takes the old word, and warns
 # Options whose words only the documentation of TRL's configurations lists
 DOCUMENTED = (
     "loss_type", "f_divergence_type", "importance_sampling_level", "scale_rewards", "multi_objective_aggregation",
@@ -107,7 +108,7 @@ def refuse_wrong_values(config: Any) -> None:
         # As on the command line. transformers and TRL would only compare, and take other words for the default
         known, value = [*(field.metadata.get("choices") or ())], values.get(field.name)
         is_wrong = isinstance(value, str) and value not in known and value != field.default
-        if known and is_wrong and field.name not in (*DOCUMENTED, _TAKES_MORE):
+        if known and is_wrong and (field.name, value) != _RENAMED and field.name not in (*DOCUMENTED, _TAKES_MORE):
             raise _not_among(field.name, value, known)
     if isinstance(given := values.get("optim_args"), str) and any(x.count("=") != 1 for x in given.split(",")):
         raise ValueError(f"`optim_args={given!r}` must be pairs such as `'rank=8,scale=0.5'`.")

@@ -11,7 +11,7 @@ from trl.trainer.utils import add_fused_lm_head, create_model_from_path
 from ..core import upstream
 from ..core.check.gradients import RowsInTraining
 from ..core.check.probe import RowsAlone
-from ..core.check.prove import CheckResult, Tell, UnprovenModelError, check_flat, prove
+from ..core.check.prove import CheckResult, Tell, UnprovenModelError, check_flat, evaluated_too, prove
 from ..core.model.backends import BACKENDS
 from ..core.model.routes import choose_route, routes_to_try
 from ..machine import flash_implementations
@@ -73,6 +73,7 @@ def load_model(name: str, dtype: str, attn_implementation: str | None) -> PreTra
 def try_backends(model: PreTrainedModel, tell: Tell) -> Backends:
     """What the check finds with every backend."""
     reference, in_training = RowsAlone(model), cache(partial(RowsInTraining, model))
+    in_evaluation = cache(partial(RowsInTraining, model, trains=False, orders=1))
     by_backend: Backends = {}
     for backend in BACKENDS:
         results = []
@@ -82,7 +83,8 @@ def try_backends(model: PreTrainedModel, tell: Tell) -> Backends:
             routes, reasons = [], str(error)
         for route in routes:
             tell(f"Trying {route} ...")
-            results.append(check_flat(model, route, reference, in_training))
+            result = check_flat(model, route, reference, in_training)
+            results.append(evaluated_too(model, result, in_evaluation))
             tell(str(results[-1]))
         by_backend[backend] = results, reasons
     return by_backend

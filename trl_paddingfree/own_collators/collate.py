@@ -97,6 +97,12 @@ class PaddedRowsCollator(FlatCollator):
             raise ValueError(
                 f"{self._name} gives `inputs_embeds`, and a flat batch is made of tokens: give `input_ids`, {advice}."
             )
+        if rows.get("pixel_values") is not None:
+            raise ValueError(
+                f"{self._name} gives `pixel_values`, and a flat batch has to know whose images they are: have the "
+                "dataset's column `image` or `images` hold them, and leave the collator out or derive it from "
+                f"`trl_paddingfree.images.collate.VisionLanguageModelingCollator`, {advice}."
+            )
         for name in ("input_ids", "labels"):
             if rows.get(name) is None:
                 raise ValueError(

@@ -1,6 +1,7 @@
 """Mistakes that are put into one layer of eight: the check finds each of them, or names the layer as left out."""
 
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -8,9 +9,12 @@ import torch
 from tests.helpers.architectures import proven, tiny_model, with_head
 from tests.helpers.folders import STATES
 from tests.helpers.tiny import SEED, make_model
+from trl_paddingfree.cli.report import try_backends
 from trl_paddingfree.core.check import training
+from trl_paddingfree.core.check.gradients import check_gradients
 from trl_paddingfree.core.check.prove import UnprovenModelError, prove
 from trl_paddingfree.core.model import backends
+from trl_paddingfree.core.model.flat_model import FlatModel
 from trl_paddingfree.core.model.routes import choose_route
 
 KINDS = {
@@ -79,6 +83,24 @@ def test_a_mistake_in_long_rows_is_found_in_evaluation_mode_and_where_an_engine_
     result, _ = prove(with_head(make_model()), choose_route(model), fallback=False, no_gradients=no_gradients)
     assert result.tried.length > 500
     assert len(result.not_compared) == bool(no_gradients)
+
+
+def test_a_table_of_backends_has_what_fails_in_evaluation_mode_only():
+    model = mutated("full", SEED % 8, "leak", trains=False, least=128)
+    found = try_backends(model, lambda doing: None)
+    tried = [result for results, _ in found.values() for result in results]
+    assert tried
+    assert not any(result.passed for result in tried)
+
+
+def test_rows_that_fail_alone_in_training_are_blamed_on_no_slices():
+    def fails():
+        raise ValueError("no backward pass")
+
+    model = with_head(make_model())
+    FlatModel.install(model, choose_route(model)).peers = mock.Mock(failed=mock.Mock(side_effect=AssertionError))
+    found = check_gradients(model, fails, prefix_sharing=False)
+    assert found.failure == "a row alone raises ValueError: no backward pass"
 
 
 def test_rows_that_fail_alone_in_evaluation_mode_are_no_reason_to_refuse_training():

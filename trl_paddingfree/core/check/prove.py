@@ -260,9 +260,16 @@ def draws_of(model: PreTrainedModel) -> int:
     return _DRAWS_IF_ROUNDING_DECIDES if chooses or rounding_unit(model) > torch.finfo(torch.float32).eps else 1
 
 
-def _with_evaluation(result: CheckResult, evaluated: Verdict) -> CheckResult:
-    """What was found of a model in training, with what it answers to long rows in evaluation mode."""
-    trained = result.gradients or Verdict()
+def evaluated_too(
+    model: PreTrainedModel, result: CheckResult, in_evaluation: InTraining, agree: Agree = bool
+) -> CheckResult:
+    """
+    What was found of a model in training, on the installed route, and of its answers to long rows in evaluation mode if
+    all else passes. `in_evaluation` returns the reference for these.
+    """
+    if not agree(result.passed):
+        return result
+    trained, evaluated = result.gradients or Verdict(), check_gradients(model, in_evaluation, result.prefix_sharing)
     if evaluated.unmendable or evaluated.skipped:  # where rows alone fail, too
         why = evaluated.skipped or evaluated.failure
         note = f"answers on long rows {_IN_EVALUATION} were not compared, because {why}"
@@ -349,9 +356,8 @@ def prove(
             result = check_flat(model, candidate, alone, None if no_gradients else trained, agree)
             if no_gradients:
                 result = replace(result, gradients=Verdict(skipped=no_gradients))
-            if trains and agree(result.passed):
-                evaluated = check_gradients(model, partial(in_evaluation, draw), candidate.prefix_sharing)
-                result = _with_evaluation(result, evaluated)
+            if trains:
+                result = evaluated_too(model, result, partial(in_evaluation, draw), agree)
             if agree(result.passed):
                 return result, failed
             if result.gradients and result.gradients.unmendable:

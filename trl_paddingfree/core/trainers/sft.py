@@ -145,4 +145,5 @@ def _packed_row(values: torch.Tensor, inputs: Inputs, fill: int) -> torch.Tensor
     """Values at the tokens of all documents, `(R, L, ...)`, as one row that is padded as TRL pads a packed one."""
     row = values[inputs["attention_mask"].bool()]
     padding = inputs["flat_batch"].packed_length - len(row)
-    return torch.cat([row, row.new_full((padding, *row.shape[1:]), fill)])[None]
+    # Logits are too large to copy for nothing
+    return (torch.cat([row, row.new_full((padding, *row.shape[1:]), fill)]) if padding else row)[None]
