@@ -136,6 +136,14 @@ def test_a_memory_budget_that_splits(task, slices_made):
     assert (0.4 if task == "reward" else 0.9) < needs.correction / padding < 1.5
 
 
+def test_looks_correct_no_prediction():
+    """References are looked at while the policy's pass is measured."""
+    data, budget = DATA["dpo"](8, 0), tight_budget("dpo", train_dataset=DATA["dpo"](8, 0), **HELD["dpo"])
+    trained = train("dpo", train_dataset=data, memory_budget=budget, steps=5, check_steps=1, **HELD["dpo"])
+    assert trained.trainer._looks.found.number
+    assert trained.trainer.planner.observed == CORRECTED
+
+
 @pytest.mark.parametrize("task", ["kto", "grpo", "rloo", "distillation"])
 def test_a_memory_budget_that_slices(task, passes, hold_tokens):
     hold_tokens(20)

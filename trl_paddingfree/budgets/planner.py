@@ -64,6 +64,7 @@ class MemoryPlanner(PassHook):
     has_shrunk: bool = False  # whether a failed allocation has lowered the limit
     current: FlatBatch | None = None  # the batch of the training pass under way, once it is scheduled
     held: int = 0  # bytes that tensors held before that pass
+    is_interrupted: bool = False  # whether something else was computed within that pass
     # For each pass since the last log: its slices, the layers that it recomputes, and its predicted peak
     new: list[tuple[int, float, int]] = field(default_factory=list)
     # Measured peaks: how many, and the largest ratio of a measured to a predicted one
@@ -107,6 +108,7 @@ class MemoryPlanner(PassHook):
                 raise self.too_small_for(batch)
             if self.current is None:  # a loss of one's own may call the model more than once
                 self.held = self.device_memory.begin() if self.corrects else 0
+                self.is_interrupted = False
             self.current = batch
         return batch
 
@@ -256,8 +258,11 @@ class MemoryPlanner(PassHook):
         recomputed = (schedule.recompute or 0) + again * len(self.layers)
         self.new.append((schedule.num_slices, recomputed, schedule.peak))
         # Before gradients and moments exist, the peak would look as if activations needed next to nothing
-        if has_stepped and self.corrects:
+        if has_stepped and self.corrects and not self.is_interrupted:
             self._correct(schedule.peak)
+
+    def interrupted(self) -> None:
+        self.is_interrupted = True
 
     def _correct(self, predicted: int) -> None:
         """Correct the prediction by the peak of a pass; downward only once `CORRECTED` peaks are known."""

@@ -127,6 +127,9 @@ class Looks(TrainerCallback, ExportableState):
         )
         with check.in_precision():  # the call itself is about to enter it
             looked = look(rows, check.all_agree)
+        for each in trainer.runtime.models:
+            for hook in each.hooks:
+                hook.interrupted()
         error, messages = self.found.add(looked, self._gathered)
         if error >= 0:
             self.logged_error = max(self.logged_error or 0.0, error)

@@ -63,3 +63,6 @@ class PassHook:
     def changes(self, flat_model: "FlatModel", batch: FlatBatch) -> Iterable[Change]:
         """What is set while the backbone computes the `batch`. Images: the order of features. Slices: the decoder."""
         return ()
+
+    def interrupted(self) -> None:
+        """Something else was computed while a pass may be under way: a look. Budgets: the peak is not the pass's."""
