@@ -61,6 +61,7 @@ PRIVATE = {
     "transformers:Trainer._save_rng_state": "output_dir",
     "trl.trainer.utils:_CHUNKED_LOGPROB_CHUNK_SIZE": None,
     "trl.kernels.chunked_logprob:_use_triton": "device",
+    "torch.autograd:_unsafe_preserve_version_counter": "tensors",
     "torch.nn.attention.varlen:_varlen_attn_backward": None,
     "torch:Tensor._base": None,
     "torch:Tensor._version": None,

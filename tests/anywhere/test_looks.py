@@ -4,10 +4,11 @@ import copy
 
 import pytest
 import torch
+from peft import get_peft_model
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from tests.helpers.folders import needs
-from tests.helpers.tiny import SIZES, make_model
+from tests.helpers.tiny import SIZES, lora, make_model
 from trl_paddingfree import FlatModel, UnprovenModelError, padding_free
 
 pytestmark = needs("proof")
@@ -45,6 +46,16 @@ def steps(model, number, **given):
 
 def found(model):
     return FlatModel.of(model).padded.looks.found
+
+
+def test_a_loss_of_two_calls_trains_adapters_that_start_at_zero():
+    """A look moves them for a while, which the graph of the call before must not take for a change."""
+    gradients = []
+    for every in (0, 1):
+        model = padding_free(get_peft_model(make_model(), lora(init_lora_weights=True)).train(), check_steps=every)
+        sum(model(**rows(seed)).logits[rows(seed)["attention_mask"].bool()].pow(2).sum() for seed in (0, 1)).backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+    assert all(torch.equal(x, gradients[1][name]) for name, x in gradients[0].items())
 
 
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])

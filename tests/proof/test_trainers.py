@@ -144,6 +144,25 @@ def flat_rows(**options):
     return {**rows, "fused_lm_head": True}, batch, model
 
 
+def test_a_student_generates_after_a_mistake_has_ended_its_training():
+    """TRL puts its loss in the place of the student's forward for the time of a call."""
+    data = {"train_dataset": DATA["distillation"](16, 1)}
+    trainer = make_trainer("distillation", "shared", check_steps=1, **arguments("distillation", adapters=False), **data)
+    model, forward = trainer.model, trainer.model.forward
+    leaky_above(model, 40)
+    with pytest.raises(UnprovenModelError):
+        trainer.train()
+    assert model.forward == forward
+    assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False).shape[1] > 3
+
+
+def test_looks_may_be_switched_off_between_two_runs():
+    trainer = trained("sft", 1, steps=2).trainer
+    trainer.args.check_steps = 0
+    trainer.train()
+    assert trainer._looks.found.number == 2
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_mistake_ends_training_though_a_step_catches_its_error(accumulation):
     """As guards do that skip what fails: neither the micro-batches after it nor later steps are learnt from."""

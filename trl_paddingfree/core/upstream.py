@@ -8,7 +8,7 @@ import inspect
 import sys
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any, cast
@@ -19,6 +19,11 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, 
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .versions import MovedNameError, with_head
+
+
+def version_kept(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Within this context, a change of a tensor leaves graphs valid that have saved it; PyTorch has no other way."""
+    return torch.autograd._unsafe_preserve_version_counter(tensor)
 
 
 def attention_function(name: str, module: torch.nn.Module) -> Callable:

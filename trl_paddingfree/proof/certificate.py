@@ -46,15 +46,18 @@ class Certificate:
         """That of a checkpoint, which another release may have saved."""
         return cls(**{each.name: saved[each.name] for each in fields(cls) if each.name in saved})
 
-    def add(self, looked: Looked, of_all: OfAll = lambda numbers: torch.tensor([numbers])) -> tuple[float, list[str]]:
+    def add(
+        self, looked: Looked, of_all: OfAll = lambda numbers: torch.tensor([numbers]), alike: int = 1
+    ) -> tuple[float, list[str]]:
         """
         Count what one look has found. Returns the largest difference that passed on any process, -1 if none did, and
         what is to be said, in words: what this process could not compare, each reason the first time.
 
-        `of_all` gives numbers of all processes, `(processes, N)`, from those of this one.
+        `of_all` gives numbers of all processes, `(processes, N)`, from those of this one. As many successive ones as
+        are `alike` have looked at the same rows.
         """
         found = of_all([looked.rows, looked.tokens, len(looked.left_out), looked.error, float(bool(looked.doubt))])
-        (rows, tokens, left_out, _, doubts), error = map(int, found.sum(0).tolist()), found[:, 3].max().item()
+        (rows, tokens, left_out, _, doubts), error = map(int, found[::alike].sum(0).tolist()), found[:, 3].max().item()
         self.number += bool(rows)
         self.rows, self.tokens, self.left_out = self.rows + rows, self.tokens + tokens, self.left_out + left_out
         self.largest_error, self.doubts = max(self.largest_error, error), self.doubts + bool(doubts)
@@ -69,9 +72,9 @@ class Certificate:
             rows = [row for row, found in looked.left_out.items() if found == error]
             reasons[f"rows could not be computed alone ({error})"] = f"{_rows(rows)} not computed alone ({error})"
         if looked.in_slices:
-            reasons["rows alone exceeded the budget, so that they were computed in slices, too"] = (
-                f"{_rows([*looked.in_slices])} computed in slices, too, as the budget asks of them alone"
-            )
+            reasons[
+                "rows alone exceeded the budget or a process's share, so that they were computed in slices, too"
+            ] = f"{_rows([*looked.in_slices])} computed in slices, too, as they exceed the budget or a process's share"
         new = {reason: said for reason, said in reasons.items() if reason not in self.not_compared}
         self.not_compared += new
         return [*new.values()]

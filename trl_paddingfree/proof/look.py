@@ -403,15 +403,19 @@ class Rows:
         return Pass(answers, found.at_tokens[:, : stop - start])
 
     def _in_slices(self, inputs: Inputs, make: Make) -> FlatBatch | None:
-        """The flat batch of a row alone if a budget computes it in slices; `None` if it fits, or without a budget."""
+        """
+        The flat batch of a row alone if a budget computes it in slices, or a group of processes in shares, because one
+        of them alone may lack the memory for more than its share; `None` if it is computed as it is.
+        """
         if not self.flat_model.hooks:
             return None
-        ids = inputs["input_ids"]
+        ids, shares = inputs["input_ids"], len(self.flat_model.peers.shares(self.batch)[0])
         row = {name: inputs.get(name) for name in ("attention_mask", "labels")}
         mask = torch.ones_like(ids) if row["attention_mask"] is None else row["attention_mask"]
         labels = None if row["labels"] is None or self.is_pooled else row["labels"].cpu()
         batch = self.flat_model.begin_pass(make(ids.cpu(), mask.cpu(), labels))
-        return batch.to(ids.device) if batch.schedule.cuts else None
+        exceeds_share = shares > 1 and batch.counts.computed * shares > self.batch.counts.computed
+        return batch.to(ids.device) if batch.schedule.cuts or exceeds_share else None
 
     def _computed(
         self,

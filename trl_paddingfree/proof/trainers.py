@@ -45,7 +45,7 @@ class Looks(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": asdict(self.found)}
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.is_first, self.mistake = True, ""
+        self.is_first, self.mistake, self.logged_error = True, "", None
         # Runs that looked at nothing leave none in their checkpoints, and transformers saves to what it finds
         resumed = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if state.global_step:
@@ -54,7 +54,8 @@ class Looks(TrainerCallback, ExportableState):
     def on_step_begin(self, args, state, control, **kwargs):
         self.refuse_to_go_on()
         self.forget()  # of a step that did not end, such as one that `auto_find_batch_size` tries again
-        if self.is_first or state.global_step % self.trainer.runtime.options.check_steps == 0:
+        every = self.trainer.runtime.options.check_steps  # which may be 0 by now
+        if every and (self.is_first or state.global_step % every == 0):
             self.is_first = False
             models = dict.fromkeys([self.trainer.model_wrapped, *self.trainer.flat_models()[1:]])
             # Without adapters, TRL calls the model within its wrapper: the reference. DeepSpeed gathers weights for the
@@ -89,23 +90,30 @@ class Looks(TrainerCallback, ExportableState):
         self.seen.clear()
 
     def _on_call(self, call: torch.nn.Module, args: tuple, kwargs: Inputs) -> None:
-        trains = torch.is_grad_enabled()
         if self.is_looking or not self.trainer.runtime.has_begun:  # a check that has waited for weights calls it, too
             return
-        with attributes_set([*self.forwards, (self, "is_looking", True)]):
-            flat_model = FlatModel.of(call)
-            alone = self.trainer.accelerator.num_processes == 1  # several must look equally often
-            if flat_model is None or ((id(flat_model), trains, False) in self.seen and not alone):
-                return
-            with torch.no_grad():  # rows that become flat with gradients count as trained
-                found = self.trainer.rows_of_call(flat_model, args, kwargs)
-            if found is None:
-                return
-            # Parts of a micro-batch come one after another, those with images last
-            key = id(flat_model), trains, alone and bool(found[1].hooks)
-            if key not in self.seen:
-                self.seen.add(key)
-                self.look(flat_model, call, *found, trains=trains)
+        try:
+            with attributes_set([*self.forwards, (self, "is_looking", True)]):
+                self._look_at_call(call, args, kwargs)
+        except BaseException:  # else, what distillation has put there for the time of the call would stay
+            for model, name, forward in self.forwards:
+                vars(model)[name] = forward
+            raise
+
+    def _look_at_call(self, call: torch.nn.Module, args: tuple, kwargs: Inputs) -> None:
+        flat_model, trains = FlatModel.of(call), torch.is_grad_enabled()
+        alone = self.trainer.accelerator.num_processes == 1  # several must look equally often
+        if flat_model is None or ((id(flat_model), trains, False) in self.seen and not alone):
+            return
+        with torch.no_grad():  # rows that become flat with gradients count as trained
+            found = self.trainer.rows_of_call(flat_model, args, kwargs)
+        if found is None:
+            return
+        # Parts of a micro-batch come one after another, those with images last
+        key = id(flat_model), trains, alone and bool(found[1].hooks)
+        if key not in self.seen:
+            self.seen.add(key)
+            self.look(flat_model, call, *found, trains=trains)
 
     def look(
         self, flat_model: FlatModel, call: torch.nn.Module, inputs: Inputs, batch: FlatBatch, trains: bool
@@ -130,7 +138,10 @@ class Looks(TrainerCallback, ExportableState):
         for each in trainer.runtime.models:
             for hook in each.hooks:
                 hook.interrupted()
-        error, messages = self.found.add(looked, self._gathered)
+        # The processes of a group have the same rows
+        error, messages = self.found.add(
+            looked, self._gathered, trainer.accelerator.num_processes // trainer.num_streams
+        )
         if error >= 0:
             self.logged_error = max(self.logged_error or 0.0, error)
         self.mistake = conclude(

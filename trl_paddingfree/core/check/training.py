@@ -132,6 +132,12 @@ def without_dropout(modules: Modules) -> AbstractContextManager[None]:
     return set_where(modules, is_rate, lambda _: 0.0)
 
 
+def _set_values(weight: torch.Tensor, values: torch.Tensor) -> None:
+    """Set values that are put back before anyone else sees them: an earlier pass may still need the weight."""
+    with upstream.version_kept(weight):
+        weight.copy_(values)
+
+
 @contextmanager
 def moved_off_zero(modules: Modules, frozen: bool = False) -> Iterator[None]:
     """
@@ -145,8 +151,8 @@ def moved_off_zero(modules: Modules, frozen: bool = False) -> Iterator[None]:
             weight = local_part(parameter.detach())
             is_taken = (frozen or parameter.requires_grad) and weight.is_floating_point()
             if is_taken and weight.numel() and not weight.any():
-                after.callback(weight.copy_, weight.clone())
-                weight.copy_(torch.randn(weight.shape, generator=generator) * _MOVED)
+                after.callback(_set_values, weight, weight.clone())
+                _set_values(weight, torch.randn(weight.shape, generator=generator) * _MOVED)
         torch.clear_autocast_cache()  # which may hold copies of the original weights
         yield
 
