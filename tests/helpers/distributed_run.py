@@ -28,7 +28,7 @@ from trl_paddingfree.registry import TRAINERS
 TIMEOUT = 360  # seconds for importing, and for each run: compiling takes one a minute on a quiet machine
 # Options of these runs, beside those of trainers: what they train on, and what happens to it
 OWN = ("lora", "resume", "fail_on_rank", "evaluate", "images", "tokens_in_memory")
-OWN += ("on_disk", "unscored", "streams", "differs", "leaks", "leaks_on_rank", "answers")
+OWN += ("on_disk", "unscored", "streams", "differs", "leaks", "leaks_on_rank", "lacks_memory_on_rank", "answers")
 
 
 def tokens_to_score_in_every_second_pair() -> Dataset:
@@ -124,6 +124,15 @@ def train(task: str, model: str, output: Path, settings: dict, monkeypatch: pyte
     args = trainer.args
     if args.process_index == own.leaks_on_rank:
         trainer.add_callback(LeaksLater(trainer.flat_base(trainer.model).get_decoder().layers[-1]))
+    if args.process_index == own.lacks_memory_on_rank:
+        from trl_paddingfree.proof.look import Rows  # a folder that may be deleted
+
+        def lacking(rows: Rows, row: int, wider: int = 0, one=Rows._one):
+            if row == 1:
+                raise torch.OutOfMemoryError("no memory, on purpose")
+            return one(rows, row, wider)
+
+        monkeypatch.setattr(Rows, "_one", lacking)
     if args.process_index == own.fail_on_rank:  # in the second step
         outcomes = [mock.DEFAULT, RuntimeError("this process fails on purpose")]
         trainer.training_step = mock.Mock(wraps=trainer.training_step, side_effect=outcomes)

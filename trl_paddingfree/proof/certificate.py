@@ -72,9 +72,9 @@ class Certificate:
             rows = [row for row, found in looked.left_out.items() if found == error]
             reasons[f"rows could not be computed alone ({error})"] = f"{_rows(rows)} not computed alone ({error})"
         if looked.in_slices:
-            reasons[
-                "rows alone exceeded the budget or a process's share, so that they were computed in slices, too"
-            ] = f"{_rows([*looked.in_slices])} computed in slices, too, as they exceed the budget or a process's share"
+            reasons["rows alone exceeded the budget, so that they were computed in slices, too"] = (
+                f"{_rows([*looked.in_slices])} computed in slices, too, as the budget asks of them alone"
+            )
         new = {reason: said for reason, said in reasons.items() if reason not in self.not_compared}
         self.not_compared += new
         return [*new.values()]

@@ -30,7 +30,12 @@ from ..core.check.comparison import HALF_DIGITS_FACTOR, MOST_NOISE, NOISE_FACTOR
 from ..core.check.probe import compute_dtype, outside_autocast, rounding_unit, tried_tokens
 from ..core.check.prove import Agree, draws_of
 from ..core.check.tokens import embeddings_watched, gradients_at_tokens, scale_of, wrong_tokens
-from ..core.check.training import as_in_training, as_it_answers, raise_if_others_wait
+from ..core.check.training import (
+    as_in_training,
+    as_it_answers,
+    raise_if_others_wait,
+    raise_if_weights_are_awaited,
+)
 from ..core.device import in_float64
 from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs, Make
 from ..core.model import architecture
@@ -289,12 +294,17 @@ class Rows:
                 self.inputs | {"flat_batch": batch}, [(row, row, 0) for row in scored], batch, self.batch.row_mask
             )
 
-    def tried(self, compute: Callable[[], Pass]) -> Pass | str:
-        """A pass or, in words, the error that the model raises. Raises it if other processes wait for the pass."""
+    def tried(self, compute: Callable[[], Pass], row: int = -1) -> Pass | str:
+        """
+        A pass, of one `row` or several, or, in words, the error that the model raises. Raises it if other processes
+        wait for the pass.
+        """
         try:
             return compute()
         except Exception as error:
-            raise_if_others_wait(self.flat_model.model, error)
+            # A row that is computed whole exchanges no slices
+            is_whole = row >= 0 and row not in self.in_slices
+            (raise_if_weights_are_awaited if is_whole else raise_if_others_wait)(self.flat_model.model, error)
             return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
     def alone(self, flat: Pass, wider: int = 0) -> Pass | None:
@@ -307,7 +317,10 @@ class Rows:
         with attributes_set([(self.flat_model, "flatten", None)]):  # the rows alone are not made flat
             for i in range(self.largest(len(self.numbers))):
                 row = self.numbers[min(i, len(self.numbers) - 1)]  # processes with fewer rows repeat the last one
-                found = self.tried(partial(self._one, row, wider))
+                found = self.tried(partial(self._one, row, wider), row)
+                # Of a group, all leave out what one of them lacks the memory for: they compute the batch together
+                if self.flat_model.peers.name and self.largest(isinstance(found, str)) and not isinstance(found, str):
+                    found = "another process could not compute it"
                 if isinstance(found, str):
                     fails |= row not in self.left_out
                     if not wider:
@@ -403,19 +416,15 @@ class Rows:
         return Pass(answers, found.at_tokens[:, : stop - start])
 
     def _in_slices(self, inputs: Inputs, make: Make) -> FlatBatch | None:
-        """
-        The flat batch of a row alone if a budget computes it in slices, or a group of processes in shares, because one
-        of them alone may lack the memory for more than its share; `None` if it is computed as it is.
-        """
+        """The flat batch of a row alone if a budget computes it in slices; `None` if it fits, or without a budget."""
         if not self.flat_model.hooks:
             return None
-        ids, shares = inputs["input_ids"], len(self.flat_model.peers.shares(self.batch)[0])
+        ids = inputs["input_ids"]
         row = {name: inputs.get(name) for name in ("attention_mask", "labels")}
         mask = torch.ones_like(ids) if row["attention_mask"] is None else row["attention_mask"]
         labels = None if row["labels"] is None or self.is_pooled else row["labels"].cpu()
         batch = self.flat_model.begin_pass(make(ids.cpu(), mask.cpu(), labels))
-        exceeds_share = shares > 1 and batch.counts.computed * shares > self.batch.counts.computed
-        return batch.to(ids.device) if batch.schedule.cuts or exceeds_share else None
+        return batch.to(ids.device) if batch.schedule.cuts else None
 
     def _computed(
         self,
