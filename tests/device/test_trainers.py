@@ -138,8 +138,8 @@ def test_a_memory_budget_that_splits(task, slices_made):
 
 def test_looks_correct_no_prediction():
     """References are looked at while the policy's pass is measured."""
-    data, budget = DATA["dpo"](8, 0), tight_budget("dpo", train_dataset=DATA["dpo"](8, 0), **HELD["dpo"])
-    trained = train("dpo", train_dataset=data, memory_budget=budget, steps=5, check_steps=1, **HELD["dpo"])
+    given = {"train_dataset": DATA["dpo"](8, 0), **HELD["dpo"]}
+    trained = train("dpo", memory_budget=tight_budget("dpo", **given), steps=5, check_steps=1, **given)
     assert trained.trainer._looks.found.number
     assert trained.trainer.planner.observed == CORRECTED
 

@@ -21,7 +21,6 @@ from ..core.trainers import collated
 from ..core.trainers.base import FlatTrainer
 from ..core.trainers.configs import Arguments
 from ..core.trainers.engine import is_sharded
-from ..core.trainers.refusals import is_ours
 from ..core.trainers.runtime import Step, when_flat
 from ..coupling import may_couple
 from . import planning, refusals
@@ -299,9 +298,9 @@ def _has_images(part: Inputs) -> bool:
 class BudgetsOnline(Budgets):
     """For trainers that generate their rows. Micro-batches stay whole, and run in slices."""
 
+    knows_prompts: bool  # of all trainers that generate
     # Set by TRL's trainers
     max_completion_length: int | None
-    environment_factories: Any
     _tokenize_prompts: Callable[..., tuple[list[list[int]], ...]]
     _generated: Inputs | None = None  # the rows of the last pass, for a retry
 
@@ -348,10 +347,7 @@ class BudgetsOnline(Budgets):
     def longest_prompt(self) -> int:
         """Tokens of the prompt with the most characters; 1 if no prompt is known yet."""
         data = self.train_dataset
-        makes_prompts = self.environment_factories or vars(self).get("rollout_func")
-        if not isinstance(data, Dataset) or "prompt" not in data.column_names or makes_prompts:
-            return 1
-        if not is_ours(type(self), "_tokenize_prompts"):  # what it needs may be made after the trainer
+        if not isinstance(data, Dataset) or not self.knows_prompts:
             return 1
         longest = max(data["prompt"], key=lambda prompt: len(str(prompt)))
         return len(self._tokenize_prompts([longest])[0][0])

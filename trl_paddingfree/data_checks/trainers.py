@@ -12,7 +12,6 @@ from ..core.model.restored import random_state_restored
 from ..core.trainers import collated
 from ..core.trainers.base import FlatTrainer
 from ..core.trainers.configs import Arguments
-from ..core.trainers.refusals import is_ours
 from ..core.trainers.runtime import when_flat
 from .tasks import (
     CHECKED,
@@ -106,7 +105,7 @@ class DataCheckedCollated(DataChecked, collated.Collated):
 class DataCheckedOnline(DataChecked):
     """For trainers that generate their rows, from prompts that become tokens when they are drawn."""
 
-    environment_factories: Any  # set by TRL's trainers
+    knows_prompts: bool  # of all trainers that generate
 
     def refuse_arguments(self, arguments: Arguments) -> None:
         super().refuse_arguments(arguments)
@@ -117,10 +116,7 @@ class DataCheckedOnline(DataChecked):
     def refuse_unknown_tokens(self) -> None:
         data: Any = self.train_dataset
         tokenizer: Any = self.processing_class
-        makes_prompts = self.environment_factories or vars(self).get("rollout_func")
-        if data is None or makes_prompts or has_images(data) or "prompt" not in column_names(data):
-            return
-        if not is_ours(type(self), "_tokenize_prompts"):  # what it needs may be made after the trainer
+        if has_images(data) or not self.knows_prompts:
             return
         for prompt in first_prompts(data):  # what a template refuses, or has no token, is said now
             self._tokenize_prompts([prompt])

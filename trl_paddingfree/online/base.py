@@ -7,12 +7,14 @@ from typing import Any
 import torch
 
 from ..core import upstream
+from ..core.data.lengths import column_names
 from ..core.data.task import Task
 from ..core.flat.batch import FlatBatch, Inputs, Make
 from ..core.flat.counts import BatchCounts
 from ..core.model.flat_model import FlatModel, Flattener
 from ..core.model.restored import attributes_set
 from ..core.trainers.base import FlatTrainer
+from ..core.trainers.refusals import is_ours
 from ..core.trainers.runtime import when_flat
 from .rewards import checked
 from .rows import PromptGroups, generated_on_host
@@ -47,6 +49,14 @@ class Online(FlatTrainer):
     _tokenize_prompts: Callable[..., tuple[list[list[int]], ...]]
     sample_unit = "completions"
     trains_language_models = True
+
+    @property
+    def knows_prompts(self) -> bool:
+        """Whether the training data has the prompts, and nothing of the user's makes or changes them in training."""
+        if self.train_dataset is None or self.environment_factories or vars(self).get("rollout_func"):
+            return False
+        # What a method of the user's needs may be made after the trainer
+        return "prompt" in column_names(self.train_dataset) and is_ours(type(self), "_tokenize_prompts")
 
     # --- rows become flat -------------------------------------------------------------------------------------------
 

@@ -30,12 +30,7 @@ from ..core.check.comparison import HALF_DIGITS_FACTOR, MOST_NOISE, NOISE_FACTOR
 from ..core.check.probe import compute_dtype, outside_autocast, rounding_unit, tried_tokens
 from ..core.check.prove import Agree, draws_of
 from ..core.check.tokens import embeddings_watched, gradients_at_tokens, scale_of, wrong_tokens
-from ..core.check.training import (
-    as_in_training,
-    as_it_answers,
-    raise_if_others_wait,
-    raise_if_weights_are_awaited,
-)
+from ..core.check.training import as_in_training, as_it_answers, raise_if_others_wait
 from ..core.device import in_float64
 from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs, Make
 from ..core.model import architecture
@@ -294,7 +289,7 @@ class Rows:
                 self.inputs | {"flat_batch": batch}, [(row, row, 0) for row in scored], batch, self.batch.row_mask
             )
 
-    def tried(self, compute: Callable[[], Pass], row: int = -1) -> Pass | str:
+    def tried(self, compute: Callable[[], Pass], row: int | None = None) -> Pass | str:
         """
         A pass, of one `row` or several, or, in words, the error that the model raises. Raises it if other processes
         wait for the pass.
@@ -302,9 +297,9 @@ class Rows:
         try:
             return compute()
         except Exception as error:
-            # A row that is computed whole exchanges no slices
-            is_whole = row >= 0 and row not in self.in_slices
-            (raise_if_weights_are_awaited if is_whole else raise_if_others_wait)(self.flat_model.model, error)
+            # A row alone that is computed whole exchanges no slices
+            exchanges = row is None or row in self.in_slices
+            raise_if_others_wait(self.flat_model.model, error, exchanges)
             return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
     def alone(self, flat: Pass, wider: int = 0) -> Pass | None:

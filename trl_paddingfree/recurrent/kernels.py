@@ -40,11 +40,16 @@ def is_installed(package: str) -> bool:
     return True
 
 
+def has_own_forward(module: torch.nn.Module) -> bool:
+    """Whether the forward of a module is that of its class: `kernels` sets that one, too, if the hub has no other."""
+    given = vars(module).get("forward")
+    return given is None or getattr(given, "__func__", given) is type(module).forward
+
+
 def _missing_package(name: str, function: Callable) -> str | None:
     """What to install for the kernel of a function; empty if nothing has one, `None` if it is installed."""
     boundaries, package = _FUNCTIONS[name]
-    given = vars(function).get("forward") if isinstance(function, torch.nn.Module) else None
-    if given is not None and getattr(given, "__func__", given) is not getattr(type(function), "forward", None):
+    if isinstance(function, torch.nn.Module) and not has_own_forward(function):
         return None  # transformers has put a kernel of the hub there
     # A function without transformers' decorator has no kernel (LFM3)
     if boundaries and not hasattr(function, "__wrapped__") and not isinstance(function, torch.nn.Module):

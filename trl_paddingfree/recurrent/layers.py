@@ -173,8 +173,7 @@ def bind_again(model: PreTrainedModel) -> None:
     change between training and evaluation mode, if the hub has no kernel for the layer.
     """
     for layer in state_layers(model):
-        given = vars(layer).get("forward")
-        if ATTRIBUTE in vars(layer) and getattr(given, "__func__", given) in (None, type(layer).forward):
+        if ATTRIBUTE in vars(layer) and kernels.has_own_forward(layer):
             _bind(layer)
 
 

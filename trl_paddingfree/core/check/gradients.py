@@ -38,7 +38,6 @@ from .training import (
     frozen_layers_tried,
     is_sharded,
     raise_if_others_wait,
-    raise_if_weights_are_awaited,
 )
 
 # Length of each row: enough for more than 256 flat tokens
@@ -321,7 +320,7 @@ def check_gradients(model: PreTrainedModel, in_training: InTraining, prefix_shar
         reference = in_training()
     except Exception as error:  # it would not train with padding either
         # Memory may lack on one process only, which others would wait for once their rows have passed
-        (raise_if_others_wait if is_allocation_failure(error) else raise_if_weights_are_awaited)(model, error)
+        raise_if_others_wait(model, error, exchanges=is_allocation_failure(error))
         first_line, *_ = str(error).split("\n")
         return Verdict(failure=f"a row alone raises {type(error).__name__}: {first_line}", unmendable=True)
     if reference.lost:

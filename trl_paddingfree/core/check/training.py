@@ -211,9 +211,13 @@ class OthersWaitError(ValueError):
     """An error while other processes wait for this one within a pass: it must end the run."""
 
 
-def raise_if_others_wait(model: PreTrainedModel, error: Exception) -> None:
-    """Raise the `error` of a pass if other processes compute slices of the same batch, or wait for weights."""
-    FlatModel.peers_of(model).failed(model, error)
+def raise_if_others_wait(model: PreTrainedModel, error: Exception, exchanges: bool = True) -> None:
+    """
+    Raise the `error` of a pass if other processes compute slices of the same batch, which the pass `exchanges`, or wait
+    for weights.
+    """
+    if exchanges:
+        FlatModel.peers_of(model).failed(model, error)
     raise_if_weights_are_awaited(model, error)
 
 
