@@ -17,7 +17,7 @@ trap 'rm -rf "$folder"' EXIT
 read_table='import sys, tomllib
 table = tomllib.load(open("pyproject.toml", "rb"))["tool"]["trl-paddingfree"]
 print(*(table["versions"][sys.argv[1]] if len(sys.argv) > 1 else table["tests"]))'
-wanted=(-e ".[test,vision]" $(python -c "$read_table" "$run"))
+wanted=(-e ".[test-all]" $(python -c "$read_table" "$run"))
 (($#)) || set -- $(python -c "$read_table")
 # With uv, the lowest of all else that pyproject.toml names, too
 resolution=highest
