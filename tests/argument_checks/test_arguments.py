@@ -10,7 +10,14 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel, TrainerCallback
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    TrainerCallback,
+)
 from trl import DPOConfig, SFTConfig
 
 from tests.helpers.refused import build, without
@@ -86,6 +93,12 @@ def weightless():
         return AutoModelForCausalLM.from_config(make_model().config)
 
 
+def with_encoder():
+    sizes = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2}
+    return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", vocab_size=69, **sizes))
+
+
+ENCODER = "is a T5ForConditionalGeneration, which has an encoder and a decoder, and {} trains decoder-only models: pass"
 HEADLESS = "is a LlamaForSequenceClassification, which has no head for text, and {} trains language models: pass one, "
 REFUSED |= {
     "a classifier for SFT": ("sft", {"model": reward_model()}, "`model` " + HEADLESS.format("SFTTrainer")),
@@ -97,6 +110,18 @@ REFUSED |= {
     ),
     "a classifier as reference": ("dpo", {"ref_model": reward_model()}, "`ref_model` is a LlamaForSequenceClass"),
     "a backbone": ("grpo", {"model": make_model().model}, "`model` is a LlamaModel, which has no head for text"),
+    "a module": (
+        "dpo",
+        {"model": torch.nn.Linear(2, 2)},
+        "`model` is a Linear, and no model of transformers: pass one",
+    ),
+    "a module as teacher": (
+        "distillation",
+        {"teacher_model": torch.nn.Linear(2, 2)},
+        "`teacher_model` is a Linear, and",
+    ),
+    "an encoder": ("sft", {"model": with_encoder()}, "`model` " + ENCODER.format("SFTTrainer")),
+    "an encoder as reference": ("dpo", {"ref_model": with_encoder()}, "`ref_model` " + ENCODER.format("DPOTrainer")),
     "no weights": (
         "sft",
         {"model": weightless()},
@@ -200,6 +225,7 @@ def cut(folder):
 # What is saved in a folder, what happens to it, the trainer that is given its name, and what is said of it
 NAMED = {
     "a classifier": (reward_model, None, "dpo", HEADLESS.format("DPOTrainer")),
+    "an encoder": (with_encoder, None, "dpo", ENCODER.format("DPOTrainer")),
     "a cut-off file": (make_model, cut, "sft", r"`: model.safetensors is damaged \(SafetensorError: .*Copy it again"),
     "nothing": (None, None, "sft", "` is not a file or folder here: is it misspelt?"),
 }

@@ -181,6 +181,16 @@ def test_tokens_that_the_model_lacks_are_named_before_anything_is_computed(task,
         build(task, model=model, train_dataset=data.to_iterable_dataset() if streams else data)
 
 
+@pytest.mark.parametrize("task", ["dpo", "kto"])
+def test_tokens_that_the_reference_lacks_are_named_with_it(task, monkeypatch):
+    model = arguments(task)["model"]
+    model.resize_token_embeddings(40)
+    monkeypatch.setattr(StartUpCheck, "install", lambda *args: pytest.fail("checked"))
+    said = r"_ids` of the train data has the token \d+, and `ref_model` has tokens 0 to 39. Pass one with the"
+    with pytest.raises(ValueError, match=said):
+        build(task, ref_model=model, train_dataset=DATA[task](8, SEED))
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model_trains_if_the_data_has_none_of_them():
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["<unused>"])

@@ -27,16 +27,24 @@ _ENGINES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
 
 def refuse_unusable(arguments: Arguments, trains: str = "") -> None:
     """
-    Refuse models without weights, in damaged files or that are nowhere. With `trains`, the name of a trainer of
-    language models, also those without a head for text.
+    Refuse models that are not transformers', without weights, in damaged files or that are nowhere. With `trains`, the
+    name of a trainer of language models, also those with an encoder, or without a head for text.
     """
     for name, option in _LOADED_BY.items():
         value = arguments.get(name)
         if isinstance(value, torch.nn.Module):
+            inner = value.get_base_model() if isinstance(value, PeftModel) else value
+            if not any(isinstance(each, PreTrainedModel) for each in inner.modules()):
+                raise TypeError(
+                    f"`{name}` is a {type(inner).__name__}, and no model of transformers: pass one, or its name or "
+                    "folder."
+                )
             _refuse_weightless(value, name)
-            if trains and not _writes_text(value, name):
-                inner = value.get_base_model() if isinstance(value, PeftModel) else value
-                raise _headless(f"`{name}`", type(inner), trains)
+            if trains and isinstance(inner, PreTrainedModel):
+                if inner.config.is_encoder_decoder:
+                    raise _with_encoder(f"`{name}`", type(inner), trains)
+                if not _writes_text(inner, name):
+                    raise _headless(f"`{name}`", type(inner), trains)
         elif isinstance(value, str):
             config = vars(arguments["args"])
             kwargs = config.get(option) or {}
@@ -55,10 +63,8 @@ def _refuse_weightless(model: torch.nn.Module, name: str) -> None:
         )
 
 
-def _writes_text(model: torch.nn.Module, name: str) -> bool:
+def _writes_text(model: PreTrainedModel, name: str) -> bool:
     """Whether a model has a head for text and, if it is to be trained, the settings of generation that TRL writes."""
-    if not isinstance(model, PreTrainedModel | PeftModel):
-        return True  # TRL refuses others
     has_head = model.get_output_embeddings() is not None
     return has_head and (name != "model" or hasattr(model, "generation_config"))
 
@@ -67,6 +73,13 @@ def _headless(what: str, found: type, trains: str) -> ValueError:
     return ValueError(
         f"{what} is a {found.__name__}, which has no head for text, and {trains} trains language models: pass one, as "
         "of `AutoModelForCausalLM`. Models that classify or score rows are for the reward trainer."
+    )
+
+
+def _with_encoder(what: str, found: type, trains: str) -> ValueError:
+    return ValueError(
+        f"{what} is a {found.__name__}, which has an encoder and a decoder, and {trains} trains decoder-only models: "
+        "pass one, as of `AutoModelForCausalLM`."
     )
 
 
@@ -85,8 +98,11 @@ def _refuse_named(name: str, what: str, kwargs: dict[str, Any], trains: str) -> 
     # TRL loads a model as the class that its configuration names
     for architecture in (config.get("architectures") or ())[:1]:
         found = getattr(transformers, architecture, None)
-        if isinstance(found, type) and issubclass(found, PreTrainedModel) and not found.can_generate():
-            raise _headless(what, found, trains)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            if config.get("is_encoder_decoder"):
+                raise _with_encoder(what, found, trains)
+            if not found.can_generate():
+                raise _headless(what, found, trains)
 
 
 def refuse_frozen(model: torch.nn.Module) -> None:

@@ -23,11 +23,11 @@ def with_rows_checked(dataset: AnyDataset, name: str, read: Mapping[str, str]) -
     return _looked_at(dataset, partial(_look_at_values, name=name, read=read))
 
 
-def with_tokens_checked(dataset: AnyDataset, name: str, columns: Sequence[str], size: int, advice: str) -> AnyDataset:
-    """A stream that refuses tokens beyond the `size` rows of the embeddings, with `advice` on what to change."""
+def with_tokens_checked(dataset: AnyDataset, name: str, columns: Sequence[str], size: int, known: str) -> AnyDataset:
+    """A stream that refuses tokens beyond the `size` rows of a model's embeddings, and says which are `known`."""
     if not isinstance(dataset, IterableDataset):
         return dataset
-    return _looked_at(dataset, partial(_look_at_tokens, name=name, columns=columns, size=size, advice=advice))
+    return _looked_at(dataset, partial(_look_at_tokens, name=name, columns=columns, size=size, known=known))
 
 
 def _look_at_values(example: Example, index: int, name: str, read: Mapping[str, str]) -> Example:
@@ -35,6 +35,6 @@ def _look_at_values(example: Example, index: int, name: str, read: Mapping[str, 
     return {}
 
 
-def _look_at_tokens(example: Example, index: int, name: str, columns: Sequence[str], size: int, advice: str) -> Example:
-    refuse_unknown_tokens_of(example, f"Row {index} of the {name} data: `{{column}}`", columns, size, advice)
+def _look_at_tokens(example: Example, index: int, name: str, columns: Sequence[str], size: int, known: str) -> Example:
+    refuse_unknown_tokens_of(example, f"Row {index} of the {name} data: `{{column}}`", columns, size, known)
     return {}

@@ -1,6 +1,6 @@
 """What is checked of data, by the task that reads it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -92,33 +92,45 @@ def rows_checked(dataset: AnyDataset, name: str, task: Task, config: TrainingArg
 
 
 def tokens_checked(
-    model: PreTrainedModel, processor: Any, data: Any, columns: Sequence[str], only: str = "train"
+    models: Mapping[str, PreTrainedModel], processor: Any, data: Any, columns: Sequence[str], only: str = "train"
 ) -> Any:
     """
-    Prepared data, one dataset or several by name, once tokens that the `model` has no embeddings for are refused. The
-    `processor` may have made them. Streams are replaced by ones that also refuse such tokens in later rows.
+    Prepared data, one dataset or several by name, once tokens are refused that one of the `models`, by the names of
+    their arguments, has no embeddings for. The `processor` may have made them. Streams are replaced by ones that also
+    refuse such tokens in later rows.
     """
-    if (size := embeddings_of(model)) is None:
+    if (fewest := fewest_embeddings(models)) is None:
         return data
+    size, model = fewest
     tokenizer = tokenizer_of(processor)
-    advice = "Tokenize with the model's own tokenizer."
-    if isinstance(tokenizer, PreTrainedTokenizerBase) and (number := len(tokenizer)) > size:
+    who, advice = "the model", "Tokenize with the model's own tokenizer."
+    if model != "model":
+        who, advice = f"`{model}`", "Pass one with the vocabulary of the model."
+    elif isinstance(tokenizer, PreTrainedTokenizerBase) and (number := len(tokenizer)) > size:
         advice = (
             f"The tokenizer has {number} tokens: pass the model's own as `processing_class`, or call "
             f"`model.resize_token_embeddings({number})`."
         )
+    known = f"{who} has tokens 0 to {size - 1}. {advice}"
     columns = [column for column in columns if column.endswith("ids") or column == "labels"]
 
     def checked(dataset: Any, name: str) -> Any:
         if not isinstance(dataset, Dataset | IterableDataset):
             return dataset
-        refuse_unknown_tokens(dataset, name, columns, size, advice)
-        return with_tokens_checked(dataset, name, columns, size, advice)
+        refuse_unknown_tokens(dataset, name, columns, size, known)
+        return with_tokens_checked(dataset, name, columns, size, known)
 
     return {name: checked(each, name) for name, each in data.items()} if isinstance(data, dict) else checked(data, only)
 
 
-def embeddings_of(model: PreTrainedModel) -> int | None:
+def fewest_embeddings(models: Mapping[str, PreTrainedModel]) -> tuple[int, str] | None:
+    """The least number of tokens that one of the models has embeddings for, and its name; `None` if none says."""
+    sizes = {name: _embeddings_of(model) for name, model in models.items()}
+    known = [(size, name) for name, size in sizes.items() if size is not None]
+    return min(known, key=lambda each: each[0], default=None)
+
+
+def _embeddings_of(model: PreTrainedModel) -> int | None:
     """How many tokens the embeddings of a model have, or had before they were sharded; `None` if it does not say."""
     modules = model.get_input_embeddings().modules()  # adapters may wrap the embeddings
     return next((vars(module)["num_embeddings"] for module in modules if "num_embeddings" in vars(module)), None)

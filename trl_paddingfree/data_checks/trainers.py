@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from datasets import Dataset, IterableDataset
-from transformers import ProcessorMixin
+from transformers import PreTrainedModel, ProcessorMixin
 
 from ..core.data.lengths import AnyDataset, column_names, has_images
 from ..core.model.restored import random_state_restored
@@ -15,7 +15,7 @@ from ..core.trainers.configs import Arguments
 from ..core.trainers.runtime import when_flat
 from .tasks import (
     CHECKED,
-    embeddings_of,
+    fewest_embeddings,
     has_tokens,
     refuse_given,
     refuse_rows,
@@ -49,14 +49,19 @@ class DataChecked(FlatTrainer):
         self._looked_at = ()  # later calls bring other data
 
     def refuse_unknown_tokens(self) -> None:
-        """Refuse prepared data with tokens that the model has no embeddings for: on a GPU, the process would abort."""
+        """Refuse prepared data with tokens that a model has no embeddings for: on a GPU, the process would abort."""
         for name, option in _DATASETS.items():
             data = self._tokens_checked(vars(self).get(option), self._read_columns(), name)
             if data is not None:
                 setattr(self, option, data)
 
     def _tokens_checked(self, data: Any, columns: Sequence[str], name: str) -> Any:
-        return tokens_checked(self.flat_base(self.model), self.processing_class, data, columns, name)
+        return tokens_checked(self._models(), self.processing_class, data, columns, name)
+
+    def _models(self) -> dict[str, PreTrainedModel]:
+        """The models that read the data, by the names of their arguments."""
+        given = {"model": self.model, "ref_model": self.ref_model}
+        return {name: self.flat_base(model) for name, model in given.items() if model is not None}
 
     def _read_columns(self) -> list[str]:
         """Columns of prepared data that the collator reads."""
@@ -120,11 +125,11 @@ class DataCheckedOnline(DataChecked):
             return
         for prompt in first_prompts(data):  # what a template refuses, or has no token, is said now
             self._tokenize_prompts([prompt])
-        size = embeddings_of(self.flat_base(self.model))
+        fewest = fewest_embeddings(self._models())
         # Only a tokenizer that is too large is worth a look at all prompts
-        if not isinstance(data, Dataset) or size is None or isinstance(tokenizer, ProcessorMixin):
+        if not isinstance(data, Dataset) or fewest is None or isinstance(tokenizer, ProcessorMixin):
             return
-        if len(tokenizer) > size:
+        if len(tokenizer) > fewest[0]:
             prompts = Dataset.from_dict({"prompt_ids": self._tokenize_prompts(list(data["prompt"]))[0]})
             self._tokens_checked(prompts, ["prompt_ids"], "train")
 

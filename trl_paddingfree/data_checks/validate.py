@@ -219,38 +219,35 @@ def _is_list(kind: pa.DataType) -> bool:
     return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
 
 
-def refuse_unknown_tokens(dataset: AnyDataset, name: str, columns: Sequence[str], size: int, advice: str) -> None:
+def refuse_unknown_tokens(dataset: AnyDataset, name: str, columns: Sequence[str], size: int, known: str) -> None:
     """
-    Refuse tokens in `columns` of prepared data beyond the `size` rows of the model's embeddings, with `advice` on what
-    to change. Of a stream, the first row is looked at.
+    Refuse tokens in `columns` of prepared data beyond the `size` rows of a model's embeddings, and say which are
+    `known`. Of a stream, the first row is looked at.
     """
     where = f"`{{column}}` of the {name} data"
     if not has_known_lengths(dataset):
-        refuse_unknown_tokens_of(next(iter(dataset), {}), where, columns, size, advice)
+        refuse_unknown_tokens_of(next(iter(dataset), {}), where, columns, size, known)
         return
     for column in columns:
         for table in tables_of(dataset, column) if column in dataset.column_names else ():
-            _refuse_unknown(table[column], column, where, size, advice)
+            _refuse_unknown(table[column], column, where, size, known)
 
 
-def refuse_unknown_tokens_of(row: Example, where: str, columns: Sequence[str], size: int, advice: str) -> None:
+def refuse_unknown_tokens_of(row: Example, where: str, columns: Sequence[str], size: int, known: str) -> None:
     """The same for a single row, with the words `where` it is."""
     for column in columns:
         if row.get(column):
-            _refuse_unknown(pa.array(row[column]), column, where, size, advice)
+            _refuse_unknown(pa.array(row[column]), column, where, size, known)
 
 
-def _refuse_unknown(tokens: Any, column: str, where: str, size: int, advice: str) -> None:
+def _refuse_unknown(tokens: Any, column: str, where: str, size: int, known: str) -> None:
     while _is_list(tokens.type):
         tokens = pc.list_flatten(tokens)
     if column == "labels":
         tokens = tokens.filter(pc.not_equal(tokens, IGNORE_INDEX))
     least, most = pc.min_max(tokens).as_py().values()
     if least is not None and not 0 <= least <= most < size:
-        raise ValueError(
-            f"{where.format(column=column)} has the token {least if least < 0 else most}, and the model has tokens 0 "
-            f"to {size - 1}. {advice}"
-        )
+        raise ValueError(f"{where.format(column=column)} has the token {least if least < 0 else most}, and {known}")
 
 
 def _token_columns(dataset: AnyDataset) -> list[str]:
