@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from .capabilities import is_there, needed
 from .core.versions import naming_versions
 
-__version__ = "0.6.0"
+__version__ = "0.7.0"
 
 # Imported on first use: `import trl_paddingfree` costs nothing and changes nothing
 _MODULES = {
