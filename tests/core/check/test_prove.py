@@ -22,6 +22,7 @@ from tests.helpers.reference_state import reference_state_kernels
 from tests.helpers.tiny import ADAPTERS, DTYPES, SEED, SHARING, lora
 from trl_paddingfree import capabilities
 from trl_paddingfree.core import upstream
+from trl_paddingfree.core.check.comparison import NOISE_FACTOR
 from trl_paddingfree.core.check.gradients import RowsInTraining, check_gradients
 from trl_paddingfree.core.check.probe import LEAK_FRACTION, RowsAlone
 from trl_paddingfree.core.check.prove import UnprovenModelError, check_flat, prove
@@ -462,7 +463,7 @@ def test_a_model_with_many_new_tokens_is_exact(model_type, dtype):
     model = tiny_model(model_type, attn_implementation="sdpa", seed=SEED, initializer_range=0.02)
     model.resize_token_embeddings(300)
     result = proven(with_head(model.to(dtype)))
-    assert result.effect > 10 * result.noise
+    assert result.effect > NOISE_FACTOR * result.noise  # of 25 seeds, 8 times as large at least
 
 
 def indifferent():
