@@ -41,10 +41,9 @@ def refuse_unusable(arguments: Arguments, trains: str = "") -> None:
                 )
             _refuse_weightless(value, name)
             if trains and isinstance(inner, PreTrainedModel):
-                if inner.config.is_encoder_decoder:
-                    raise _with_encoder(f"`{name}`", type(inner), trains)
-                if not _writes_text(inner, name):
-                    raise _headless(f"`{name}`", type(inner), trains)
+                _refuse_kind(
+                    f"`{name}`", type(inner), inner.config.is_encoder_decoder, _writes_text(inner, name), trains
+                )
         elif isinstance(value, str):
             config = vars(arguments["args"])
             kwargs = config.get(option) or {}
@@ -69,18 +68,18 @@ def _writes_text(model: PreTrainedModel, name: str) -> bool:
     return has_head and (name != "model" or hasattr(model, "generation_config"))
 
 
-def _headless(what: str, found: type, trains: str) -> ValueError:
-    return ValueError(
-        f"{what} is a {found.__name__}, which has no head for text, and {trains} trains language models: pass one, as "
-        "of `AutoModelForCausalLM`. Models that classify or score rows are for the reward trainer."
-    )
-
-
-def _with_encoder(what: str, found: type, trains: str) -> ValueError:
-    return ValueError(
-        f"{what} is a {found.__name__}, which has an encoder and a decoder, and {trains} trains decoder-only models: "
-        "pass one, as of `AutoModelForCausalLM`."
-    )
+def _refuse_kind(what: str, found: type, has_encoder: bool, writes_text: bool, trains: str) -> None:
+    """Refuse models that a trainer of language models, named `trains`, cannot train: `what` names the argument."""
+    if has_encoder:
+        raise ValueError(
+            f"{what} is a {found.__name__}, which has an encoder and a decoder, and {trains} trains decoder-only "
+            "models: pass one, as of `AutoModelForCausalLM`."
+        )
+    if not writes_text:
+        raise ValueError(
+            f"{what} is a {found.__name__}, which has no head for text, and {trains} trains language models: pass one, "
+            "as of `AutoModelForCausalLM`. Models that classify or score rows are for the reward trainer."
+        )
 
 
 def _refuse_named(name: str, what: str, kwargs: dict[str, Any], trains: str) -> None:
@@ -99,10 +98,7 @@ def _refuse_named(name: str, what: str, kwargs: dict[str, Any], trains: str) -> 
     for architecture in (config.get("architectures") or ())[:1]:
         found = getattr(transformers, architecture, None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
-            if config.get("is_encoder_decoder"):
-                raise _with_encoder(what, found, trains)
-            if not found.can_generate():
-                raise _headless(what, found, trains)
+            _refuse_kind(what, found, bool(config.get("is_encoder_decoder")), found.can_generate(), trains)
 
 
 def refuse_frozen(model: torch.nn.Module) -> None:
