@@ -84,6 +84,9 @@ def assert_same_run(one, many, weights=True, only="", ignore=PER_MICRO_BATCH):
     names = [key for key in expected if not any(part in key[1] for part in ignored)]
     assert names
     for key in names:
+        step, name = key
+        if "rewards/accuracies" in name and abs(expected[step, name.replace("accuracies", "margins")]) <= TOLERANCE:
+            continue  # rounding breaks ties: before training, all pairs are, beside precomputed references
         got, wanted = actual[key], expected[key]
         assert got == pytest.approx(wanted, rel=TOLERANCE, abs=TOLERANCE), f"{key}: {got}, not {wanted}"
     if weights:
