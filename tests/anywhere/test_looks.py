@@ -9,11 +9,10 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from tests.helpers.folders import needs
 from tests.helpers.tiny import SIZES, lora, make_model
+from tests.runs import TOLERANCE
 from trl_paddingfree import FlatModel, UnprovenModelError, padding_free
 
 pytestmark = needs("proof")
-
-ROUNDING = 1e-5  # of float32, over sums of at most a few hundred terms
 
 
 def rows(seed=0, left=False, lengths=(20, 9, 14, 3)):
@@ -72,7 +71,7 @@ def test_looks_leave_no_trace(left, options):
     assert FlatModel.of(one).padded.looks is None
     assert FlatModel.of(one).counts == FlatModel.of(other).counts
     assert (found(other).number, found(other).rows, found(other).not_compared) == (3, 12, [])
-    assert 0 < found(other).largest_error < ROUNDING
+    assert 0 < found(other).largest_error < TOLERANCE
 
 
 def test_the_first_call_and_every_so_many_are_looked_at_but_none_without_gradients():
@@ -111,7 +110,7 @@ def test_a_mistake_ends_training_before_anything_is_learnt(kind):
     inputs |= {"return_dict": False} if kind == "tuple" else {}
     inputs |= {"position_ids": torch.arange(20)[None]} if kind == "positions" else {}
     model(**inputs)
-    assert found(model).largest_error < ROUNDING
+    assert found(model).largest_error < TOLERANCE
     assert found(model).number == 1
     mlp = model.base_model.layers[0].mlp
     forward = mlp.forward

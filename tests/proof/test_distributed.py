@@ -5,7 +5,7 @@ from safetensors.torch import load_file
 from torch import equal
 
 from tests.helpers.launching import launch, of_processes
-from tests.proof.test_trainers import ROUNDING
+from tests.runs import TOLERANCE
 
 OPTIONS = {"max_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1}
 GROUP = {"sequence_parallel_size": 2, "max_length": None}
@@ -41,7 +41,7 @@ def assert_looks(model_dir, tmp_path, runs, engine=None, missing=(), looks_at=LO
             assert looks["rows"] == looks["number"]
         else:
             assert looks["rows"] > looks["number"]
-        assert looks["largest_error"] < ROUNDING
+        assert looks["largest_error"] < TOLERANCE
         assert {*looks["not_compared"]} <= {*missing, SLICES}
         assert {*missing} <= {*looks["not_compared"]}
         measured = ("time", "second", "memory", "check_error")

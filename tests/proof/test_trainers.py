@@ -15,15 +15,12 @@ from transformers.trainer_callback import ExportableState
 
 from tests.helpers.architectures import tiny_model, with_head
 from tests.helpers.tiny import DATA, arguments, following_rotary, make_model, preference_data
-from tests.runs import make_trainer, train
+from tests.runs import TOLERANCE, make_trainer, train
 from trl_paddingfree import FlatBatch, FlatModel, PaddingFreeDPOConfig, PaddingFreeSFTTrainer, UnprovenModelError
 from trl_paddingfree.core.model.routes import choose_route
 from trl_paddingfree.proof.certificate import Certificate
 from trl_paddingfree.proof.look import Rows, look
 from trl_paddingfree.registry import TRAINERS
-
-# Rounding of answers and gradients of these models in float32: sums over at most a few hundred terms
-ROUNDING = 1e-5
 
 
 def trained(task, check_steps, **given):
@@ -45,7 +42,7 @@ def assert_looked(run, times):
     looks = run.trainer._looks.found
     assert looks.number == times
     assert looks.rows >= times
-    assert looks.largest_error < ROUNDING
+    assert looks.largest_error < TOLERANCE
     assert looks.not_compared == []
 
 
@@ -86,7 +83,7 @@ def test_looks_leave_no_trace_whatever_the_options(task, given):
     assert_same_bits(without, looked)
     looks = looked.trainer._looks.found
     assert looks.number
-    assert looks.largest_error < ROUNDING
+    assert looks.largest_error < TOLERANCE
     assert all("in slices" in reason for reason in looks.not_compared)
 
 
