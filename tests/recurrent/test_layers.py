@@ -24,6 +24,8 @@ from tests.helpers.tiny import SEED, arguments, conversations, lora, preference_
 from tests.helpers.trees import random_segments
 from tests.runs import compare, gradient_differences, largest_of
 from trl_paddingfree import FlatBatch, Segments
+from trl_paddingfree.core.check.comparison import relative_error
+from trl_paddingfree.core.check.gradients import RowsInTraining
 from trl_paddingfree.core.check.prove import prove
 from trl_paddingfree.core.flat.layout import FlatLayout
 from trl_paddingfree.core.model.flat_model import FlatModel
@@ -371,6 +373,14 @@ def test_recurrences_in_small_chunks_differ_by_rounding_only(model_type, has_chu
     assert (off > 0) == has_chunks
     assert torch.equal(again, expected)
     assert [vars(module).get("forward") for module in model.modules()] == forwards
+
+
+def test_the_start_up_check_knows_by_how_much_smaller_chunks_round_gradients():
+    """Padding at the end of a row leaves its chunks as they are. Gates amplified the rounding of others to 1e-3."""
+    reference = RowsInTraining(with_head(tiny_model("qwen3_5_text")))
+    with reference.in_training():
+        _, in_chunks = reference.noises()
+    assert 0 < relative_error(in_chunks.at_tokens, reference.alone.at_tokens) < 1e-3
 
 
 def of_trainer(task, model_type):

@@ -287,12 +287,12 @@ class _CallWithRows:
         if unlike := [name for name in {**padded, **flat} if shapes[0].get(name) != shapes[1].get(name)]:
             return Verdict(failure=f"`{unlike[0]}` of other shapes"), unknown
 
-        def noise() -> dict[str, torch.Tensor]:
+        def noises() -> list[dict[str, torch.Tensor]]:
             found = _by_name(self.answers(wider, with_labels=with_labels).output, wider["attention_mask"].bool())
             alike = {name for name, x in known.items() if torch.is_tensor(y := found.get(name)) and y.shape == x.shape}
-            return {**known, **{name: found[name] for name in alike}}
+            return [{**known, **{name: found[name] for name in alike}}]
 
-        verdict = compare(known, {name: flat[name] for name in known}, noise, rounding_unit(self.base), _LEAST)
+        verdict = compare(known, {name: flat[name] for name in known}, noises, rounding_unit(self.base), _LEAST)
         return replace(verdict, worst=f"`{verdict.worst}`"), unknown
 
 

@@ -1,7 +1,7 @@
 """Compares what a model computes in two ways, and tells rounding from mistakes."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -102,7 +102,7 @@ class Verdict:
 def compare(
     reference: Values,
     candidate: Values,
-    noise: Callable[[], Values],
+    noises: Callable[[], Iterable[Values]],
     unit: float,
     least: float | None = None,
     of_parameters: bool = False,
@@ -113,8 +113,9 @@ def compare(
     Args:
         reference, candidate (`Mapping`):
             Values by name, the same names in both.
-        noise (`Callable`):
-            Returns values that differ from the reference's by rounding only. Called if the least tolerance is exceeded.
+        noises (`Callable`):
+            Returns values that differ from the reference's by rounding only, in one way or several. Called if the least
+            tolerance is exceeded.
         unit (`float`):
             The relative error of one rounding.
         least (`float`, *optional*):
@@ -142,8 +143,8 @@ def compare(
     worst = max(found, key=lambda name: (math.isnan(found[name]), found[name]), default="")
     error = found.get(worst, 0.0)
     if not error <= tolerance:
-        noises = filter(math.isfinite, errors(noise()).values())
-        tolerance = max(tolerance, min(NOISE_FACTOR * max(noises, default=0.0), most))
+        measured = (x for each in noises() for x in errors(each).values() if math.isfinite(x))
+        tolerance = max(tolerance, min(NOISE_FACTOR * max(measured, default=0.0), most))
     return Verdict(error, worst, tolerance)
 
 

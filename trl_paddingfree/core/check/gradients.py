@@ -28,6 +28,7 @@ from ..flat.schedule import Schedule
 from ..model import architecture
 from ..model.flat_model import FlatModel
 from ..model.forward import is_allocation_failure, is_pooled
+from ..model.mixers import mixers
 from . import probe
 from .comparison import NOISE_FACTOR, Tried, Values, Verdict, compare, relative_error
 from .tokens import embeddings_watched, gradients_at_tokens, scale_of, wrong_tokens
@@ -128,9 +129,8 @@ class RowsInTraining:
         others = sum(p.requires_grad for p in model.parameters()) - len(self.parameters)
         if trains and others:
             self.notes += (f"gradients of {others} weights, large or sharded, were not compared",)
-        # At another width, kernels round differently
-        width = min([self.length + 5, *positions])
-        self.noise = cache(lambda: self.differentiate(probe.row_inputs(model, self.rows, width)))
+        self.wider = min([self.length + 5, *positions])
+        self.noises = cache(self._rounded_otherwise)
 
     @property
     def others_wait(self) -> bool:
@@ -172,6 +172,14 @@ class RowsInTraining:
             of_weights = {name: _sketch(x) for name, x in zip(names, others, strict=True)}
         return Pass(log_probs.detach().cpu().double(), at_tokens.cpu().double(), of_weights)
 
+    def _rounded_otherwise(self) -> list[Pass]:
+        """The rows alone where kernels round differently: at another width, and in recurrences of smaller chunks."""
+        found = [self.differentiate(probe.row_inputs(self.model, self.rows, self.wider))]
+        for otherwise in mixers().rounding(self.model):
+            with otherwise:
+                found.append(self.differentiate(probe.row_inputs(self.model, self.rows)))
+        return found
+
     def compare(self, prefix_sharing: bool, vary: Vary | None = None) -> Verdict:
         """
         Compare the flat batch of these rows, on the installed route, with the rows alone. With `vary`, compare what
@@ -196,7 +204,7 @@ class RowsInTraining:
             return Pass(passes[0].log_probs, of_rows, of_weights)
 
         if self.others_wait:
-            self.noise()  # else, only processes with large errors would ask for this pass
+            self.noises()  # else, only processes with large errors would ask for these passes
         passes = in_groups()
         is_random = relative_error(passes[-1].log_probs, passes[0].log_probs) > self.unit
         if vary is None:
@@ -239,7 +247,7 @@ class RowsInTraining:
         return replace(_worst(verdicts), notes=(*self.notes, *self.unseen, *notes), tried=tried)
 
     def _beside(self, values: Callable[[Pass], Values], expected: Pass, found: Pass, **options: Any) -> Verdict:
-        return compare(values(expected), values(found), lambda: values(self.noise()), self.unit, **options)
+        return compare(values(expected), values(found), lambda: map(values, self.noises()), self.unit, **options)
 
     def _in_longer(self, limit: int, is_random: bool) -> Verdict:
         """
@@ -292,8 +300,8 @@ class RowsInTraining:
             if is_random:
                 continue
             flat = {f"answers on {where}": torch.cat([x[: n - 1] for x, (_, n) in zip(log_probs, order, strict=True)])}
-            noise = cache(lambda answers=answers: answers(self.noise().log_probs))
-            verdicts.append(compare(answers(self.alone.log_probs), flat, noise, self.unit, least=least))
+            noises = cache(lambda answers=answers: [answers(each.log_probs) for each in self.noises()])
+            verdicts.append(compare(answers(self.alone.log_probs), flat, noises, self.unit, least=least))
             if not verdicts[-1].passed:
                 return Verdict(failure=f"{where} is wrong by {verdicts[-1].error:.1e}")
             if found is not None:
