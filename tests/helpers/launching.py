@@ -83,12 +83,11 @@ def assert_same_run(one, many, weights=True, only="", ignore=PER_MICRO_BATCH):
     ignored = ("flat/", "runtime", "per_second", "flos", *ignore)
     names = [key for key in expected if not any(part in key[1] for part in ignored)]
     assert names
-    for key in names:
-        step, name = key
+    for step, name in names:
         if "rewards/accuracies" in name and abs(expected[step, name.replace("accuracies", "margins")]) <= TOLERANCE:
             continue  # rounding breaks ties: before training, all pairs are, beside precomputed references
-        got, wanted = actual[key], expected[key]
-        assert got == pytest.approx(wanted, rel=TOLERANCE, abs=TOLERANCE), f"{key}: {got}, not {wanted}"
+        got, wanted = actual[step, name], expected[step, name]
+        assert got == pytest.approx(wanted, rel=TOLERANCE, abs=TOLERANCE), f"{step, name}: {got}, not {wanted}"
     if weights:
         (file,) = Path(one["folder"]).glob("*.safetensors")
         found = load_file(Path(many["folder"]) / file.name)

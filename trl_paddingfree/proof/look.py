@@ -35,7 +35,7 @@ from ..core.device import in_float64
 from ..core.flat.batch import IGNORE_INDEX, FlatBatch, Inputs, Make
 from ..core.model import architecture
 from ..core.model.flat_model import FlatModel
-from ..core.model.mixers import mixers
+from ..core.model.mixers import rounded_otherwise
 from ..core.model.restored import attributes_set, random_state
 
 # The least tolerance, in units of rounding: sums of many terms in another order differ by several, and the score of a
@@ -560,9 +560,7 @@ def _found(rows: Rows) -> tuple[Verdict, Sizes | None]:
         if rows.largest(any(_moves(again, first, unit) for again, first in passes)):
             return Verdict(skipped="it draws at random in training, or keeps something of earlier calls"), None
     noises = [*(rows.alone(flat, wider) for wider in _WIDER), rows.side_by_side(flat)]
-    for otherwise in mixers().rounding(model):
-        with otherwise:
-            noises.append(rows.alone(flat))
+    noises += rounded_otherwise(model, partial(rows.alone, flat))
     with outside_autocast(model):
         return _compared(rows, unit, flat, expected, [noise for noise in noises if noise is not None])
 

@@ -17,13 +17,13 @@ from tests.helpers.architectures import MODEL_TYPES, NOT_BUILT, proven, with_hea
 from tests.helpers.flat_and_padded import install, noise_of
 from tests.helpers.folders import STATES
 from tests.helpers.tiny import DTYPES, REENTRANT, SEED, SHARING, make_model
-from trl_paddingfree.core.check import gradients, probe, training
+from trl_paddingfree.core.check import probe, training
 from trl_paddingfree.core.check.gradients import RowsInTraining, check_gradients
 from trl_paddingfree.core.check.probe import rounding_unit, tried_tokens
 from trl_paddingfree.core.check.prove import UnprovenModelError, check_flat, prove
 from trl_paddingfree.core.check.training import as_in_training, moved_off_zero
 from trl_paddingfree.core.flat.batch import FlatBatch
-from trl_paddingfree.core.model import attention, backends
+from trl_paddingfree.core.model import attention, backends, mixers
 from trl_paddingfree.core.model.restored import attributes_set
 from trl_paddingfree.core.model.routes import choose_route
 from trl_paddingfree.core.model.told import FlatMask
@@ -132,8 +132,9 @@ def test_wrong_numbers_are_caught_where_the_right_tokens_carry_gradient(is_round
     monkeypatch.setitem(backends.ATTENTION, "segment", scaled)
     if is_rounding:
         attentions = [layer.self_attn for layer in model.model.layers]
-        otherwise = attributes_set([(each, "scaling", each.scaling * 1.01) for each in attentions])
-        monkeypatch.setattr(gradients, "mixers", lambda: SimpleNamespace(rounding=lambda model: [otherwise]))
+        more = [(each, "scaling", each.scaling * 1.01) for each in attentions]
+        known = SimpleNamespace(rounding=lambda model: [attributes_set(more)], found=lambda model: False)
+        monkeypatch.setattr(mixers, "mixers", lambda: known)
     result = check_flat(model, SEGMENT, in_training=lambda: RowsInTraining(model))
     assert not result.gradients.failure
     assert (result.gradients.error <= result.gradients.tolerance) == is_rounding

@@ -28,7 +28,7 @@ from ..flat.schedule import Schedule
 from ..model import architecture
 from ..model.flat_model import FlatModel
 from ..model.forward import is_allocation_failure, is_pooled
-from ..model.mixers import mixers
+from ..model.mixers import rounded_otherwise
 from . import probe
 from .comparison import NOISE_FACTOR, Tried, Values, Verdict, compare, relative_error
 from .tokens import embeddings_watched, gradients_at_tokens, scale_of, wrong_tokens
@@ -174,11 +174,11 @@ class RowsInTraining:
 
     def _rounded_otherwise(self) -> list[Pass]:
         """The rows alone where kernels round differently: at another width, and in recurrences of smaller chunks."""
-        found = [self.differentiate(probe.row_inputs(self.model, self.rows, self.wider))]
-        for otherwise in mixers().rounding(self.model):
-            with otherwise:
-                found.append(self.differentiate(probe.row_inputs(self.model, self.rows)))
-        return found
+
+        def alone(width: int = 0) -> Pass:
+            return self.differentiate(probe.row_inputs(self.model, self.rows, width))
+
+        return [alone(self.wider), *rounded_otherwise(self.model, alone)]
 
     def compare(self, prefix_sharing: bool, vary: Vary | None = None) -> Verdict:
         """
@@ -235,19 +235,19 @@ class RowsInTraining:
                 notes=self.notes,
             )
         if self.trains:
-            verdicts += [self._beside(Pass.of_rows, expected, flat)]
-            verdicts += [self._beside(Pass.of_parameters, expected, flat, of_parameters=True)]
+            verdicts += [self._beside(Pass.of_rows, expected, flat.of_rows())]
+            verdicts += [self._beside(Pass.of_parameters, expected, flat.of_parameters(), of_parameters=True)]
         if not self.trains or vary is not None:
             # A pooled head gives one number per row: with so few, noise may be near zero by chance
             least = max(NOISE_FACTOR * self.unit * (NOISE_FACTOR if is_pooled(self.model) else 1), _LEAST_MISTAKE)
             if vary is not None and vars(self.model).get("is_quantized"):
                 least = math.inf  # for the few tokens of a slice, some use kernels that round more
-            verdicts.append(self._beside(Pass.answers, expected, flat, least=least))
+            verdicts.append(self._beside(Pass.answers, expected, flat.answers(), least=least))
         notes = dict.fromkeys(note for each in verdicts for note in each.notes)
         return replace(_worst(verdicts), notes=(*self.notes, *self.unseen, *notes), tried=tried)
 
-    def _beside(self, values: Callable[[Pass], Values], expected: Pass, found: Pass, **options: Any) -> Verdict:
-        return compare(values(expected), values(found), lambda: map(values, self.noises()), self.unit, **options)
+    def _beside(self, values: Callable[[Pass], Values], expected: Pass, found: Values, **options: Any) -> Verdict:
+        return compare(values(expected), found, lambda: map(values, self.noises()), self.unit, **options)
 
     def _in_longer(self, limit: int, is_random: bool) -> Verdict:
         """
@@ -270,8 +270,8 @@ class RowsInTraining:
         least = math.inf if is_low else max(NOISE_FACTOR * self.unit, _LEAST_MISTAKE)
         for order in (cuts, cuts[::-1])[: self.orders]:
 
-            def answers(log_probs: torch.Tensor, order: Sequence[tuple[int, int]] = order) -> Values:
-                return {f"answers on {where}": torch.cat([log_probs[i, : n - 1] for i, n in order])}
+            def answers(alone: Pass, order: Sequence[tuple[int, int]] = order) -> Values:
+                return {f"answers on {where}": torch.cat([alone.log_probs[i, : n - 1] for i, n in order])}
 
             inputs = probe.row_inputs(self.model, [self.rows[i][:n] for i, n in order], prefix_sharing=False)
             if not is_sharded(self.model):  # then each call of the head gathers its weights
@@ -300,8 +300,7 @@ class RowsInTraining:
             if is_random:
                 continue
             flat = {f"answers on {where}": torch.cat([x[: n - 1] for x, (_, n) in zip(log_probs, order, strict=True)])}
-            noises = cache(lambda answers=answers: [answers(each.log_probs) for each in self.noises()])
-            verdicts.append(compare(answers(self.alone.log_probs), flat, noises, self.unit, least=least))
+            verdicts.append(self._beside(answers, self.alone, flat, least=least))
             if not verdicts[-1].passed:
                 return Verdict(failure=f"{where} is wrong by {verdicts[-1].error:.1e}")
             if found is not None:
@@ -309,8 +308,8 @@ class RowsInTraining:
                 verdicts += [
                     replace(verdict, worst=f"{verdict.worst}, in {where},")
                     for verdict in (
-                        self._beside(Pass.of_rows, self.alone, found),
-                        self._beside(Pass.of_parameters, self.alone, found, of_parameters=True),
+                        self._beside(Pass.of_rows, self.alone, found.of_rows()),
+                        self._beside(Pass.of_parameters, self.alone, found.of_parameters(), of_parameters=True),
                     )
                 ]
         tried = Tried(len(cuts), self.length, length)

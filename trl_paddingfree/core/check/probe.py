@@ -14,7 +14,7 @@ from .. import upstream
 from ..flat.batch import IGNORE_INDEX, FlatBatch, Inputs
 from ..model.architecture import classifies_rows, config_value
 from ..model.forward import is_pooled
-from ..model.mixers import mixers
+from ..model.mixers import mixers, rounded_otherwise
 from ..model.restored import attributes_set, local_part, random_state_restored
 from .comparison import HALF_DIGITS_FACTOR, NOISE_FACTOR, Tried, root_mean_square
 
@@ -224,9 +224,7 @@ class RowsAlone:
         Set the tolerances from the noise of `padded` answers to all rows, but to at least `units` of rounding, and from
         the effect of context: how much `moved` answers differ from `still` ones.
         """
-        for otherwise in mixers().rounding(self.model):
-            with otherwise:
-                padded = [*padded, self.answers(self.rows)]
+        padded = [*padded, *rounded_otherwise(self.model, lambda: self.answers(self.rows))]
         noises = [self.difference(answers, self.alone) for answers in padded]
         # Padded float64 rows may give NaN (Gemma 2's softmax of masked scores in float32), which tells nothing of noise
         self.noise = max(filter(math.isfinite, noises), default=0.0)

@@ -4,9 +4,9 @@ A capability answers. Without it, the start-up check refuses models with such la
 knows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -16,6 +16,8 @@ from .told import attention_arguments
 
 # How such layers compute shared prefixes: once, from branch to branch of the tree of rows, or again for each row
 Way = Literal["tree", "rows"]
+
+_Found = TypeVar("_Found")
 
 
 class Mixers:
@@ -61,6 +63,15 @@ def mixers() -> Mixers:
     """What is known of such layers."""
     recurrent = module_of("recurrent", "mixers")
     return Mixers() if recurrent is None else recurrent.StateLayers()
+
+
+def rounded_otherwise(model: PreTrainedModel, compute: Callable[[], _Found]) -> list[_Found]:
+    """What `compute` gives in each way in which such layers of `model` round otherwise than by default."""
+    found = []
+    for otherwise in mixers().rounding(model):
+        with otherwise:
+            found.append(compute())
+    return found
 
 
 def mixers_of(model: PreTrainedModel) -> Mixers:
