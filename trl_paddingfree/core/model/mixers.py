@@ -17,7 +17,7 @@ from .told import attention_arguments
 # How such layers compute shared prefixes: once, from branch to branch of the tree of rows, or again for each row
 Way = Literal["tree", "rows"]
 
-_Found = TypeVar("_Found")
+Found = TypeVar("Found")
 
 
 class Mixers:
@@ -65,7 +65,7 @@ def mixers() -> Mixers:
     return Mixers() if recurrent is None else recurrent.StateLayers()
 
 
-def rounded_otherwise(model: PreTrainedModel, compute: Callable[[], _Found]) -> list[_Found]:
+def rounded_otherwise(model: PreTrainedModel, compute: Callable[[], Found]) -> list[Found]:
     """What `compute` gives in each way in which such layers of `model` round otherwise than by default."""
     found = []
     for otherwise in mixers().rounding(model):
