@@ -12,7 +12,6 @@ from accelerate import DistributedType, FullyShardedDataParallelPlugin
 from datasets import Dataset
 from torch.utils.checkpoint import checkpoint
 from transformers import TrainerCallback
-from transformers.utils import is_torchvision_available
 from trl import DPOTrainer
 
 from tests.helpers.architectures import is_older
@@ -28,7 +27,7 @@ from tests.helpers.tiny import (
     make_model,
     preference_data,
 )
-from tests.helpers.vision import WITHOUT_TORCHVISION, on_images, vision_pairs
+from tests.helpers.vision import on_images, vision_pairs
 from tests.runs import assert_same, compare, make_trainer, run, train
 from trl_paddingfree import FlatBatch, PaddingFreeDPOTrainer
 from trl_paddingfree.budgets.planner import MemoryPlanner
@@ -141,8 +140,6 @@ def test_micro_batches_in_parts_count_their_images(made):
 @pytest.mark.parametrize("loss_type", [["sigmoid"], ["sigmoid", "sft"]], ids=["above the loss", "beneath it"])
 def test_parts_with_and_without_images_follow_padded_trl(kind, loss_type, passes, made):
     """Positions that a model counts by grids, and parts in which no row has an image while others have."""
-    if kind not in WITHOUT_TORCHVISION and not is_torchvision_available():
-        pytest.skip("its processor needs torchvision")
     options = {"loss_type": loss_type, "per_device_train_batch_size": 8}
     options["ours"] = {"max_tokens_per_micro_batch": 40}
     compare("dpo", partial(on_images, kind, "dpo", lora=True), vision_pairs(8, SEED), "shared", **options)

@@ -189,6 +189,8 @@ SAMPLE = random.Random(SEED).sample(BUILDABLE, 2)
 
 
 def _make_processor(kind):
+    if kind not in WITHOUT_TORCHVISION and not is_torchvision_available():
+        pytest.skip(f"the processor of {kind} needs torchvision")
     architecture, backend = ARCHITECTURES[kind], "torchvision" if is_torchvision_available() else "pil"
     cls = getattr(transformers, PROCESSOR_MAPPING_NAMES[kind])
     images = getattr(transformers, IMAGE_PROCESSOR_MAPPING_NAMES[kind][backend])

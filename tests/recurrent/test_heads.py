@@ -54,8 +54,14 @@ def test_turns_hand_states_on_from_turn_to_turn_and_follow_padded_trl():
     def make():
         return arguments("sft", False, tiny_model("qwen3_5_text", seed=SEED))
 
+    def answers(turn):
+        """A second one, to the same prompt, continues it elsewhere: a turn alone continues the one before it."""
+        again = turn["prompt"][-1]["content"]
+        return [turn, turn | {"completion": [{"role": "assistant", "content": f"{again} {again}"}]}]
+
+    data = Dataset.from_list([row for turn in split_turns(conversations(16, SEED)) for row in answers(turn)])
     options = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 8, "max_length": 128}
-    trainer = compare("sft", make, split_turns(conversations(16, SEED)), "shared", **options).ours.trainer
+    trainer = compare("sft", make, data, "shared", **options).ours.trainer
     assert trainer.runtime.route.states == "tree"
     batches = [batch["flat_batch"] for batch in trainer.get_train_dataloader()]
     assert max(len(Pieces.of(batch.layout, None).levels) for batch in batches) > 1
