@@ -5,12 +5,10 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
-import trl_paddingfree
 from tests.helpers.pages import ROOT, blocks
+from tests.test_house import PACKAGE
 
-PACKAGE = Path(trl_paddingfree.__file__).parent
 PAGE = (ROOT / "docs" / "house.md").read_text(encoding="utf-8")
 # Trains beside padded TRL, and counts the rows of each shared token by where the tokens of rows are
 TRAINS = """

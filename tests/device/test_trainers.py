@@ -22,7 +22,6 @@ from tests.helpers.reference_flash import half_flash_func, reference_flash, varl
 from tests.helpers.tiny import ADAPTERS, ATTENTIONS, DATA, SEED, arguments, conversations, lora, make_model
 from tests.helpers.vision import (
     VISION_DATA,
-    needs_torchvision,
     on_images,
     vision_labelled,
     vision_messages,
@@ -224,7 +223,7 @@ IMAGES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["llava", pytest.param("qwen2_5_vl", marks=needs_torchvision)])
+@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl"])
 @pytest.mark.parametrize("task", IMAGES)
 def test_images(task, kind, slices_made):
     """Those of generated rows and of KTO's mismatched ones, too: found, cut and computed as on the CPU."""

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from transformers.utils import is_torchvision_available
 
 from tests.helpers.tiny import arguments, make_model, reward_model
 from tests.helpers.vision import on_images
@@ -21,7 +20,7 @@ from trl_paddingfree.spans import NO_WINDOW
 
 LAYERS = 3
 # Vision models: Qwen's images have sizes of their own
-KINDS = ["llava", *(["qwen2_5_vl"] if is_torchvision_available() else [])]
+KINDS = ["llava", "qwen2_5_vl"]
 # The share by which a prediction may be above what is counted, where attention pads; and below it, from rounding
 CAUTIOUS, BOLD = 0.3, 0.01
 

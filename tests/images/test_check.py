@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers.architectures import with_head
 from tests.helpers.tiny import SEED
-from tests.helpers.vision import BUILDABLE, make_vision, needs_torchvision, vision_completions, vision_pairs
+from tests.helpers.vision import BUILDABLE, make_vision, vision_completions, vision_pairs
 from trl_paddingfree.core.check.probe import tried_tokens
 from trl_paddingfree.core.check.prove import UnprovenModelError
 from trl_paddingfree.core.model.routes import Route
@@ -19,7 +19,6 @@ from trl_paddingfree.images.rows import FlatImages, RowImages
 SHARED = Route("segment", "sdpa", prefix_sharing=True)
 # A mistake moves log-probabilities in the first digits, rounding in the seventh
 LARGE = 1e-3
-qwen = pytest.param("qwen2_5_vl", marks=needs_torchvision)
 
 
 def make(kind, task="dpo"):
@@ -39,7 +38,7 @@ def test_no_row_of_text_is_drawn_from_placeholders(kind):
 
 
 @pytest.mark.parametrize("task", ["dpo", "sft"])
-@pytest.mark.parametrize("kind", ["gemma3", qwen])
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
 def test_a_model_that_does_all_right_passes(kind, task):
     model, probe = make(kind, task)
     assert probe.names == ("first", "first, inverted", "second", "text")
@@ -60,7 +59,7 @@ def index_of(images):
     return torch.arange(images.num_features) if images.feature_index is None else images.feature_index
 
 
-@pytest.mark.parametrize("kind", ["llava", qwen])
+@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl"])
 def test_features_in_another_order_are_caught(monkeypatch, kind):
     flat = RowImages.flat
 
@@ -72,7 +71,6 @@ def test_features_in_another_order_are_caught(monkeypatch, kind):
     caught(*make(kind))
 
 
-@needs_torchvision
 def test_positions_that_count_image_tokens_as_text_are_caught(monkeypatch):
     monkeypatch.setattr(FlatImages, "positions", lambda self, model, position_ids, layout: position_ids)
     caught(*make("qwen2_5_vl"))

@@ -20,7 +20,6 @@ from tests.helpers.vision import (
     VISION_DATA,
     VOCABULARY,
     make_vision,
-    needs_torchvision,
     on_images,
     on_vision_data,
     picture,
@@ -33,7 +32,7 @@ from trl_paddingfree.images.generated import GeneratedImages
 from trl_paddingfree.images.rows import VisionRules
 
 # In how many ways processors stack what belongs to images: by patch, by row, by image, and by tile
-STACKED = ["idefics3", "llava_next", *(pytest.param(x, marks=needs_torchvision) for x in ("qwen2_5_vl", "internvl"))]
+STACKED = ["idefics3", "llava_next", "qwen2_5_vl", "internvl"]
 # TRL fails on prompts of different lengths (Mistral 3), and on several images of one prompt (LLaVA-OneVision)
 ALIKE = ("mistral3", "llava_onevision")
 # Passes of old policy and reference in chunks, several updates of each micro-batch, which hold several prompts
@@ -218,7 +217,6 @@ def with_tools(trainer):
     return trainer
 
 
-@needs_torchvision
 @pytest.mark.parametrize("has_column", [True, False], ids=["beside others", "alone"])
 def test_images_that_tools_return_follow_padded_trl(has_column, caplog):
     data = vision_prompts(8, SEED, most_images=1)
@@ -257,7 +255,6 @@ def test_calls_of_the_model_beside_trls_passes_are_refused():
         trainer.model(**rows, pixel_values=torch.ones(1, 3, 16, 16), fused_lm_head=True)
 
 
-@needs_torchvision
 def test_a_teacher_with_other_rules_of_images_is_refused():
     arguments = {**on_vision_data("distillation"), "teacher_model": make_vision("gemma3")[0]}
     with pytest.raises(ValueError, match="Gemma3ForConditionalGeneration and LlavaForCond.* by other rules"):
@@ -291,7 +288,7 @@ def saying(monkeypatch, image_tokens):
 
 @pytest.mark.parametrize(
     ("kind", "image_tokens"),
-    [("llava", [0, 1, 0, 0]), ("llava", [12]), pytest.param("qwen2_5_vl", [1], marks=needs_torchvision)],
+    [("llava", [0, 1, 0, 0]), ("llava", [12]), ("qwen2_5_vl", [1])],
     ids=["one row", "images more", "all rows"],
 )
 def test_sampled_image_tokens_are_named_where_padded_trl_fails(kind, image_tokens, monkeypatch):
@@ -305,7 +302,6 @@ def test_sampled_image_tokens_are_named_where_padded_trl_fails(kind, image_token
             trainer.train()
 
 
-@needs_torchvision
 def test_sampled_image_tokens_are_text_in_batches_without_images(monkeypatch):
     saying(monkeypatch, [0, 2, 1])
     rows = [{**row, "images": row["images"] if i > 1 else []} for i, row in enumerate(vision_prompts(4, SEED))]

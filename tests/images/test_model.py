@@ -5,7 +5,7 @@ import torch
 
 from tests.helpers.architectures import with_head
 from tests.helpers.tiny import SEED
-from tests.helpers.vision import make_vision, needs_torchvision, vision_completions
+from tests.helpers.vision import make_vision, vision_completions
 from trl_paddingfree.core.model.flat_model import FlatModel
 from trl_paddingfree.core.model.routes import Route
 from trl_paddingfree.images.collate import VisionLanguageModelingCollator
@@ -13,7 +13,7 @@ from trl_paddingfree.images.model import vision_rules
 
 # float32 (eps = 1.2e-7), relative to the largest logit: sums over at most a few hundred terms
 FLOAT32 = 2e-5
-KINDS = ["gemma3", *(pytest.param(kind, marks=needs_torchvision) for kind in ("qwen2_5_vl", "qwen3_5", "gemma4"))]
+KINDS = ["gemma3", "qwen2_5_vl", "qwen3_5", "gemma4"]
 
 
 @pytest.mark.parametrize("backend", ["segment", "mask"])
