@@ -185,6 +185,8 @@ BUILDABLE = [
 ]
 # A sample of each run of the tests; `-m models` takes all
 SAMPLE = random.Random(SEED).sample(BUILDABLE, 2)
+# TRL fails on prompts of different lengths (Mistral 3), and on several images of one prompt (LLaVA-OneVision)
+ALIKE = ("mistral3", "llava_onevision")
 
 
 def _make_processor(kind):
@@ -270,6 +272,13 @@ def vision_prompts(n: int, seed: int, most_images: int = 2) -> Dataset:
     """The same prompts without completions. All have an image, with which TRL takes no prompts without."""
     rows = vision_pairs(2 * n, seed, most_images).select_columns(["images", "prompt"])
     return rows.filter(lambda row: row["images"]).select(range(n))
+
+
+def vision_prompts_alike(n: int, seed: int) -> Dataset:
+    """One prompt with an image each, all of one size: what TRL generates for on architectures in `ALIKE`."""
+    first, *others = vision_prompts(8, seed, most_images=1)
+    rows = [first, *(row for row in others if row["images"][0].size == first["images"][0].size)]
+    return Dataset.from_list([{**rows[i % len(rows)], "prompt": first["prompt"]} for i in range(n)])
 
 
 # For each task, what makes so many rows of its data

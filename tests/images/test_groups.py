@@ -11,6 +11,7 @@ from trl import GRPOTrainer
 
 from tests.helpers.tiny import SEED, make_model, make_tokenizer, score
 from tests.helpers.vision import (
+    ALIKE,
     BUILDABLE,
     CLOSE,
     IMAGE,
@@ -25,6 +26,7 @@ from tests.helpers.vision import (
     picture,
     vision_labelled,
     vision_prompts,
+    vision_prompts_alike,
 )
 from tests.images.test_trainers import images_embedded
 from tests.runs import PER_MICRO_BATCH, TOLERANCE, assert_same, compare, make_trainer, run, train
@@ -33,8 +35,6 @@ from trl_paddingfree.images.rows import VisionRules
 
 # In how many ways processors stack what belongs to images: by patch, by row, by image, and by tile
 STACKED = ["idefics3", "llava_next", "qwen2_5_vl", "internvl"]
-# TRL fails on prompts of different lengths (Mistral 3), and on several images of one prompt (LLaVA-OneVision)
-ALIKE = ("mistral3", "llava_onevision")
 # Passes of old policy and reference in chunks, several updates of each micro-batch, which hold several prompts
 CHUNKS = {"num_iterations": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 2}
 
@@ -42,18 +42,12 @@ CHUNKS = {"num_iterations": 2, "steps_per_generation": 4, "gradient_accumulation
 def assert_architecture(kind):
     for task in ("grpo", "kto", "distillation"):
         if task == "distillation" and kind in ALIKE:
-            rows = vision_prompts(8, SEED, most_images=1)
-            data = Dataset.from_list([{**row, "prompt": rows[0]["prompt"]} for row in rows if same_size(row, rows[0])])
-            data = data.select([i % len(data) for i in range(8)])
+            data = vision_prompts_alike(8, SEED)
         else:
             data = VISION_DATA[task](8, SEED, 1 if kind in ALIKE else 2)
         compare(task, partial(on_images, kind, task), data, "shared")
     if kind not in ALIKE:
         compare("rloo", partial(on_images, kind, "rloo", lora=True), vision_prompts(8, SEED), "shared", **CHUNKS)
-
-
-def same_size(row, other):
-    return row["images"][0].size == other["images"][0].size
 
 
 @pytest.mark.parametrize("kind", SAMPLE)
