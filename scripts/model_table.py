@@ -56,9 +56,10 @@ Layers that carry state compute a shared prefix in one of two ways:
   convolution of a segment sees the tokens before it in its row. The recurrence of each branch starts from the state
   where the branch begins. If `causal-conv1d`, `flash-linear-attention` or `mamba-ssm` is installed, these layers call
   it. The figures are those of plain PyTorch.
-- Layers with other recurrences (RWKV, xLSTM, RecurrentGemma, MiniMax, DeepSeek V4, Zaya, Qwen 4's n-gram features)
-  compute it again for each row, while all other layers stay flat and shared. Layers of the first kind fall back to this
-  if they fail the start-up check otherwise, as recurrences in float32 do within models in float64.
+- Layers with other recurrences (RWKV, xLSTM, RecurrentGemma, MiniMax, DeepSeek V4, Zaya, Qwen 4's n-gram features), and
+  the attention of Inkling, compute it again for each row, while all other layers stay flat and shared. Layers of the
+  first kind fall back to this if they fail the start-up check otherwise, as recurrences in float32 do within models in
+  float64.
 
 Some models need a setting, with padding or without:
 

@@ -1,5 +1,6 @@
 """Architectures that must work: flat and shared, on every route, forward and backward, against padded TRL."""
 
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -138,6 +139,13 @@ def test_architecture_trains_like_padded_trl(name, task):
         return run(task, layout, **arguments(task, False, model, make=lambda seed: make(name, None)), **options)
 
     assert_same(trained("padded"), trained("shared"))
+
+
+def test_the_text_above_the_table_of_models_is_that_of_its_script():
+    from scripts.model_table import HEADER
+
+    page = (ROOT / "docs" / "models.md").read_text()
+    assert page.startswith(HEADER.format(version=re.search(r"in transformers ([\d.]+)\.\n", page)[1]))
 
 
 @pytest.mark.models
