@@ -274,8 +274,10 @@ def vision_prompts(n: int, seed: int, most_images: int = 2) -> Dataset:
     return rows.filter(lambda row: row["images"]).select(range(n))
 
 
-def vision_prompts_alike(n: int, seed: int) -> Dataset:
-    """One prompt with an image each, all of one size: what TRL generates for on architectures in `ALIKE`."""
+def vision_prompts_of(kind: str, n: int, seed: int) -> Dataset:
+    """Prompts that TRL generates for: of architectures in `ALIKE`, one, with an image each, all of one size."""
+    if kind not in ALIKE:
+        return vision_prompts(n, seed)
     first, *others = vision_prompts(8, seed, most_images=1)
     rows = [first, *(row for row in others if row["images"][0].size == first["images"][0].size)]
     return Dataset.from_list([{**rows[i % len(rows)], "prompt": first["prompt"]} for i in range(n)])

@@ -26,7 +26,7 @@ from tests.helpers.vision import (
     picture,
     vision_labelled,
     vision_prompts,
-    vision_prompts_alike,
+    vision_prompts_of,
 )
 from tests.images.test_trainers import images_embedded
 from tests.runs import PER_MICRO_BATCH, TOLERANCE, assert_same, compare, make_trainer, run, train
@@ -41,8 +41,8 @@ CHUNKS = {"num_iterations": 2, "steps_per_generation": 4, "gradient_accumulation
 
 def assert_architecture(kind):
     for task in ("grpo", "kto", "distillation"):
-        if task == "distillation" and kind in ALIKE:
-            data = vision_prompts_alike(8, SEED)
+        if task == "distillation":
+            data = vision_prompts_of(kind, 8, SEED)
         else:
             data = VISION_DATA[task](8, SEED, 1 if kind in ALIKE else 2)
         compare(task, partial(on_images, kind, task), data, "shared")

@@ -6,15 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.tiny import SEED
-from tests.helpers.vision import (
-    ALIKE,
-    BUILDABLE,
-    SAMPLE,
-    VISION_DATA,
-    on_images,
-    vision_prompts,
-    vision_prompts_alike,
-)
+from tests.helpers.vision import BUILDABLE, SAMPLE, VISION_DATA, on_images, vision_prompts_of
 from tests.proof.test_trainers import assert_looked, assert_same_bits
 from tests.runs import make_trainer, train
 from trl_paddingfree import UnprovenModelError
@@ -49,8 +41,8 @@ def test_every_architecture_has_the_pixels_of_a_row(kind):
     for task in ("dpo", "sft"):
         assert_looked(trained(task, kind), LOOKS[task])
     if kind != "llava_onevision":  # TRL samples image tokens
-        data = (vision_prompts_alike if kind in ALIKE else vision_prompts)(8, 0)
-        assert_looked(trained("distillation", kind, train_dataset=data), LOOKS["distillation"])
+        run = trained("distillation", kind, train_dataset=vision_prompts_of(kind, 8, 0))
+        assert_looked(run, LOOKS["distillation"])
 
 
 @pytest.mark.parametrize("budget", [{"max_tokens_per_micro_batch": 60}, {"max_tokens_per_micro_batch": 12}], ids=str)

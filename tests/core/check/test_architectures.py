@@ -17,6 +17,7 @@ from tests.runs import assert_same, run
 from trl_paddingfree.core.check.prove import UnprovenModelError
 from trl_paddingfree.core.model.routes import Route, choose_route
 
+MODELS = (ROOT / "docs" / "models.md").read_text()
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
 SLIDING = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
 
@@ -144,8 +145,7 @@ def test_architecture_trains_like_padded_trl(name, task):
 def test_the_text_above_the_table_of_models_is_that_of_its_script():
     from scripts.model_table import HEADER
 
-    page = (ROOT / "docs" / "models.md").read_text()
-    assert page.startswith(HEADER.format(version=re.search(r"in transformers ([\d.]+)\.\n", page)[1]))
+    assert MODELS.startswith(HEADER.format(version=re.search(r"in transformers ([\d.]+)\.\n", MODELS)[1]))
 
 
 @pytest.mark.models
@@ -153,7 +153,7 @@ def test_the_table_of_models_is_up_to_date():
     from scripts.model_table import markdown, table, verdicts
     from tests.helpers.architectures import MODEL_TYPES
 
-    written = verdicts((ROOT / "docs" / "models.md").read_text())
+    written = verdicts(MODELS)
     assert written == verdicts(markdown(table(MODEL_TYPES))), "run `python scripts/models.py --output docs/models.md`"
 
 
